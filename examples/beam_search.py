@@ -22,7 +22,7 @@ from flax import nnx
 from jax import lax
 
 from jaxpaged import BlockAllocator, copy_blocks
-from lib.command_line import compute, describe_blocks, model_arguments, positive, run
+from lib.command_line import compute, describe_blocks, model_arguments, positive, read_request, run
 from lib.generation import num_entries
 from lib.llama import Llama
 from lib.llama_config import LlamaConfig
@@ -186,7 +186,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--width", type=positive, default=4, metavar="N", help="beams of each prompt")
     parser.add_argument("--length-penalty", type=float, default=1.0, metavar="P", help="0: none; default: %(default)s")
     args = parser.parse_args(arguments)
-    request, (hypotheses, beams) = compute(args, beam_search, width=args.width, length_penalty=args.length_penalty)
+    request = read_request(args)
+    options = dict(width=args.width, length_penalty=args.length_penalty)
+    hypotheses, beams = compute(args, request, beam_search, **options)
     for i, (text, found) in enumerate(zip(request.texts, hypotheses, strict=True)):
         print(f"[{i}] {text}")
         for one in found:

@@ -114,7 +114,6 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
     from tqdm import tqdm  # of the extra "examples": --help works without
 
-    sampling = read_sampling(args)
     if args.cache_scale is not None and args.cache_dtype not in QUANTISED:
         raise RequestError(f"--cache-scale goes with --cache-dtype {', '.join(QUANTISED)}; got {args.cache_dtype}.")
     if args.drafts and (args.shared_prefix or args.num_blocks or args.stream or args.cache_dtype != args.dtype):
@@ -125,6 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"--cache-scale {args.cache_scale} is calibrated on one device; leave --tensor-parallel out."
         )
     request = read_request(args, prefix=shared_text)
+    sampling = read_sampling(args, request.checkpoint)
     config, prompts = request.checkpoint.config, request.prompts
     prefix = common_prefix(prompts, args.block_size) if shared_text else None
     load = functools.partial(load_model, request.checkpoint, args.dtype)

@@ -16,7 +16,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpaged import copy_blocks
-from lib.command_line import compute, describe_blocks, model_arguments, positive, read_sampling, run, sampling_arguments
+from lib.command_line import (
+    compute,
+    describe_blocks,
+    model_arguments,
+    positive,
+    read_request,
+    read_sampling,
+    run,
+    sampling_arguments,
+)
 from lib.generation import Generation, accept, decode, generated
 from lib.llama import Llama
 from lib.llama_config import LlamaConfig
@@ -90,9 +99,10 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("-n", "--num-completions", type=positive, default=4, metavar="N", help="of each prompt")
     args = parser.parse_args(arguments)
-    sampling = read_sampling(args)
-    request, (state, num_shared) = compute(
-        args, sample_in_parallel, num_completions=args.num_completions, sampling=sampling, seed=args.seed
+    request = read_request(args)
+    sampling = read_sampling(args, request.checkpoint)
+    state, num_shared = compute(
+        args, request, sample_in_parallel, num_completions=args.num_completions, sampling=sampling, seed=args.seed
     )
     completions = iter(generated(state))
     for i, text in enumerate(request.texts):

@@ -22,10 +22,12 @@ from lib.adapters import adapt, read_adapter
 from lib.checkpoint import default_path, load_model, read_checkpoint
 from lib.command_line import (
     RequestError,
+    add_generation_config,
     add_tensor_parallel,
     checkpoint_arguments,
     matmul_precision,
     positive,
+    read_sampling_defaults,
     run,
     say,
 )
@@ -79,6 +81,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="steps between two pieces of a stream; default: the engine's own",
     )
     add_tensor_parallel(parser)
+    add_generation_config(parser)
     parser.add_argument(
         "--adapter",
         action="append",
@@ -226,6 +229,7 @@ def create_service(args: argparse.Namespace) -> "Service":
         api_key=args.api_key,
         max_body_bytes=args.max_body_bytes,
         allow_control_tokens=args.allow_control_tokens,
+        sampling_defaults=read_sampling_defaults(args, checkpoint),
     )
 
 

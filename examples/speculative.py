@@ -20,7 +20,7 @@ from flax import nnx
 from jax import lax
 
 import jaxpaged
-from lib.command_line import compute, model_arguments, positive, run
+from lib.command_line import compute, model_arguments, positive, read_request, run
 from lib.generation import Generation, claim, extend, generated, prefill
 from lib.llama import Llama
 from lib.llama_config import LlamaConfig
@@ -207,7 +207,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     args = parser.parse_args(arguments)
     options = dict(ngram=args.ngram, num_draft=args.num_draft, num_branches=args.num_branches)
-    request, (state, tally) = compute(args, decode_speculatively, **options)
+    request = read_request(args)
+    state, tally = compute(args, request, decode_speculatively, **options)
     for i, (text, tokens) in enumerate(zip(request.texts, generated(state), strict=True)):
         steps, drafted, accepted = (int(count[i]) for count in (tally.steps, tally.drafted, tally.accepted))
         print(f"[{i}] {text}\n--> {request.checkpoint.tokenizer.decode(tokens).strip()}")

@@ -118,6 +118,7 @@ class Checkpoint:
     config: LlamaConfig
     tokenizer: Tokenizer
     tensors: dict[str, Callable[[], np.ndarray]]  # by Hugging Face name; read when called
+    sampling_defaults: dict[str, float] = dataclasses.field(default_factory=dict)  # temperature, top_p, top_k, if set
 
 
 def default_path() -> Path:

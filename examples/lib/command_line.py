@@ -82,27 +82,51 @@ def checkpoint_arguments() -> argparse.ArgumentParser:
 def sampling_arguments(*, temperature: float) -> argparse.ArgumentParser:
     """Arguments for sampling, as a parent of a script's own parser; `read_sampling` reads them."""
     parser = argparse.ArgumentParser(add_help=False)
+    parser.set_defaults(usual_temperature=temperature)
     parser.add_argument(
-        "--temperature", type=float, default=temperature, help="0: the most likely token; default: %(default)s"
+        "--temperature", type=float, help=f"0: the most likely token; default: the model's, else {temperature:g}"
     )
-    parser.add_argument("--top-k", type=positive, help="sample among the k most likely tokens")
+    parser.add_argument(
+        "--top-k", type=positive, help="sample among the k most likely tokens; default: the model's, else all"
+    )
     parser.add_argument(
         "--top-p",
         type=float,
-        default=1.0,
-        help="sample among the most likely tokens whose probabilities add up to this; default: %(default)s",
+        help="sample among the most likely tokens whose probabilities add up to this; default: the model's, else 1",
     )
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    add_generation_config(parser)
     return parser
 
 
-def read_sampling(args: argparse.Namespace) -> Sampling:
+def add_generation_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--generation-config",
+        choices=("auto", "none"),
+        default="auto",
+        help="auto: temperature, top_p and top_k default to the model's generation_config.json; default: %(default)s",
+    )
+
+
+def read_sampling_defaults(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, float]:
+    """The model's sampling defaults, unless --generation-config is none. Reports them."""
+    if args.generation_config == "none" or not checkpoint.sampling_defaults:
+        return {}
+    values = ", ".join(f"{name} {value:g}" for name, value in checkpoint.sampling_defaults.items())
+    say(f"Default sampling of the model: {values}; --generation-config none ignores it.")
+    return checkpoint.sampling_defaults
+
+
+def read_sampling(args: argparse.Namespace, checkpoint: Checkpoint) -> Sampling:
     """Raises `RequestError`."""
-    if not 0 <= args.temperature < float("inf") or not 0 < args.top_p <= 1:
+    given = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p") if getattr(args, name) is not None}
+    usual: dict[str, Any] = dict(temperature=args.usual_temperature)
+    sampling = Sampling(**usual | read_sampling_defaults(args, checkpoint) | given)
+    if not 0 <= sampling.temperature < float("inf") or not 0 < sampling.top_p <= 1:
         raise RequestError("--temperature must be 0 or a positive number, --top-p above 0 and at most 1.")
     if not 0 <= args.seed < 2**32:
         raise RequestError(f"--seed must be within 0 and 2^32 - 1; got {args.seed}.")
-    return Sampling(args.temperature, args.top_k, args.top_p)
+    return sampling
 
 
 def read_request(args: argparse.Namespace, *, prefix: str = "") -> Request:
@@ -113,16 +137,15 @@ def read_request(args: argparse.Namespace, *, prefix: str = "") -> Request:
 
 
 def compute[Result](
-    args: argparse.Namespace, function: Callable[..., Result], **options: Any
-) -> tuple[Request, Result]:
-    """Reads the command line's request, and calls the function with it.
+    args: argparse.Namespace, request: Request, function: Callable[..., Result], **options: Any
+) -> Result:
+    """Loads the model and calls the function for the request.
 
     Calls `function(model, config, prompts, max_new_tokens=, block_size=, eos_ids=, dtype=, **options)`.
     """
-    request = read_request(args)
     model = load_model(request.checkpoint, args.dtype)
     with matmul_precision(args):
-        return request, function(
+        return function(
             model,
             request.checkpoint.config,
             request.prompts,

@@ -5,7 +5,6 @@ import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +12,8 @@ import tokenizers
 
 from lib.checkpoint import Checkpoint, CheckpointError, Tokenizer, one_line
 from lib.families import read_config
-from lib.fields import MOST_LAYERS, MOST_TOKENS, Fields, read_json
+from lib.fields import MOST_LAYERS, Fields, read_json
+from lib.generation_config import eos_ids, read_generation_config, sampling_defaults
 from lib.llama_config import LlamaConfig
 from lib.weight_files import Tensors, plain_name, read_weights
 
@@ -42,7 +42,8 @@ def read_folder(folder: Path) -> Checkpoint:
     drafting = range(config.whole("num_nextn_predict_layers", 0, MOST_LAYERS, 0))
     behind = tuple(f"layers.{checked.num_layers + i}." for i in drafting)
     tensors = {name: read for name, read in tensors.items() if not name.startswith(behind)}
-    return Checkpoint(checked, _folder_tokenizer(folder, config), tensors)
+    generation = read_generation_config(folder)
+    return Checkpoint(checked, _folder_tokenizer(folder, config, generation), tensors, sampling_defaults(generation))
 
 
 def _plain_names(tensors: Tensors) -> Tensors:
@@ -118,17 +119,11 @@ def _of_each_head(read: Callable[[], np.ndarray], config: LlamaConfig, part: int
     return np.split(by_head, [config.head_dim], axis=1)[part].reshape(-1, both.shape[-1])
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _folder_tokenizer(folder: Path, config: Fields) -> Tokenizer:
+def _folder_tokenizer(folder: Path, config: Fields, generation: Fields) -> Tokenizer:
     def read(name: str) -> Fields:
         return read_json(folder / name) if (folder / name).is_file() else Fields({})
 
     settings = read("tokenizer_config.json")
-    eos = read("generation_config.json").get("eos_token_id", config.get("eos_token_id", []))
-    eos_ids = tuple(Fields({"eos_token_id": i}).whole("eos_token_id", 0, MOST_TOKENS) for i in _listed(eos))
     template = settings.get("chat_template", None)
     if isinstance(template, list):  # named templates
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
@@ -144,7 +139,7 @@ def _folder_tokenizer(folder: Path, config: Fields) -> Tokenizer:
         raise CheckpointError(f"{folder / 'tokenizer.json'} cannot be read: {one_line(error)}.") from error
     return Tokenizer(
         tokenizer,
-        eos_ids,
+        eos_ids(config, generation, tokenizer.token_to_id(special_tokens["eos_token"])),
         template if isinstance(template, str) else None,
         special_tokens,
     )

@@ -40,6 +40,7 @@ class Service:
         adapters: the names of its adapters, by which a request takes one.
         max_length: the most tokens of a request, prompt and answer together.
         max_logprobs: the engine's.
+        sampling_defaults: temperature, top_p and top_k of requests that do not set them.
     """
 
     engine: EngineThread
@@ -51,6 +52,7 @@ class Service:
     max_logprobs: int = 0
     max_body_bytes: int = 2**20
     allow_control_tokens: bool = False
+    sampling_defaults: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def app(self) -> Starlette:
         routes = [

@@ -71,7 +71,7 @@ def test_every_change_of_a_field_is_refused_or_harmless(folder):
         ({"num_hidden_layers": 3}, "it holds 2 layers; its config says 3"),
         ({"num_hidden_layers": 1}, "it holds 2 layers; its config says 1"),
         ({"num_key_value_heads": 4}, "6 heads do not go evenly to 4 KV heads"),
-        ({"eos_token_id": 300}, r"its end-of-text tokens \(300,\) are not all of the vocabulary"),
+        ({"eos_token_id": 300}, r"its end-of-text tokens \(300, 299\) are not all of the vocabulary"),
         ({"head_dim": 7}, "head_dim"),
         ({"hidden_size": 6 * 2**17, "intermediate_size": 2**20, "vocab_size": 2**24}, "its config says"),
         ({"attention_bias": True}, "holds no tensor"),
@@ -213,3 +213,63 @@ def test_a_gguf_file_with_a_broken_tokenizer(tmp_path):
         for wrong in (-1, 3, 2**31, "a"):
             with pytest.raises(ValueError, match=f"{field} must be a whole number from 0 to 2"):
                 read(**{field: wrong})
+
+
+def write_settings(folder, **files) -> None:
+    """Changes fields of the folder's JSON files: config, generation_config, tokenizer_config."""
+    for name, changes in files.items():
+        file = folder / f"{name}.json"
+        fields = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(fields | changes))
+
+
+def test_a_text_ends_at_every_token_that_a_file_names_as_its_end(folder):
+    write_settings(folder, config=dict(eos_token_id=5), tokenizer_config=dict(eos_token="<eos>"))
+    assert read_checkpoint(folder).tokenizer.eos_ids == (5, 299)
+    write_settings(folder, generation_config=dict(eos_token_id=[7, 299]))
+    assert read_checkpoint(folder).tokenizer.eos_ids == (7, 299, 5)
+    write_settings(folder, generation_config=dict(eos_token_id=None), config=dict(eos_token_id=None))
+    assert read_checkpoint(folder).tokenizer.eos_ids == (299,)
+    write_settings(folder, tokenizer_config=dict(eos_token=None))
+    assert read_checkpoint(folder).tokenizer.eos_ids == ()
+    for wrong in (-1, "a", [[1]], 0.5, True):
+        write_settings(folder, generation_config=dict(eos_token_id=wrong))
+        assert "eos_token_id must be a whole number" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "defaults"),
+    [
+        (dict(), {}),
+        (dict(do_sample=True, temperature=0.6, top_p=0.9), dict(temperature=0.6, top_p=0.9)),
+        (dict(do_sample=True, top_k=64, top_p=0.95, cache_implementation="hybrid"), dict(top_p=0.95, top_k=64)),
+        (dict(temperature=0.7), dict(temperature=0.7)),
+        (dict(do_sample=False, temperature=0.7), dict(temperature=0.0)),
+        (dict(do_sample=True, temperature=None, top_k=0), {}),
+        (dict(do_sample=True, top_k=-1, max_new_tokens=2048, pad_token_id=0), {}),
+    ],
+)
+def test_sampling_defaults_are_those_that_generation_config_sets(folder, caplog, fields, defaults):
+    assert read_checkpoint(folder).sampling_defaults == {}
+    write_settings(folder, generation_config=fields)
+    assert read_checkpoint(folder).sampling_defaults == defaults
+    assert not caplog.records
+
+
+def test_sampling_that_is_not_applied_is_reported(folder, caplog):
+    write_settings(folder, generation_config=dict(repetition_penalty=1.1, min_p=0.0, top_p=0.8))
+    assert read_checkpoint(folder).sampling_defaults == {"top_p": 0.8}
+    assert [record.message for record in caplog.records] == [
+        "generation_config.json sets repetition_penalty to 1.1, which is not applied here."
+    ]
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "do_sample"])
+def test_a_broken_generation_config_is_refused(folder, name):
+    for wrong in ("x", [], -2, {"a": 1}, float("nan")):
+        write_settings(folder, generation_config={name: wrong})
+        assert f"{name} must be" in refused(folder)
+    write_settings(folder, generation_config={name: None, "max_new_tokens": 0})
+    assert "generation_config.json: `max_new_tokens` must be greater than 0" in refused(folder)
+    (folder / "generation_config.json").write_text("[")
+    assert "generation_config.json: Expecting value" in refused(folder)

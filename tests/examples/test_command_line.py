@@ -212,6 +212,26 @@ def test_tokens_beyond_the_vocabulary_are_refused(tiny):
         command_line.encode_prompts(["hello"], checkpoint, argparse.Namespace(chat=False))
 
 
+def test_sampling_is_that_of_the_command_line_else_the_model_else_the_script(tiny, capsys):
+    parser = command_line.sampling_arguments(temperature=0.8)
+    checkpoint = Checkpoint(tiny.config, tiny.tokenizer, {}, {"temperature": 0.6, "top_k": 20})
+
+    def read(*arguments):
+        return command_line.read_sampling(parser.parse_args(arguments), checkpoint)
+
+    assert read() == Sampling(0.6, 20, 1.0)
+    assert capsys.readouterr().err == (
+        "Default sampling of the model: temperature 0.6, top_k 20; --generation-config none ignores it.\n"
+    )
+    assert read("--temperature=0", "--top-p=0.5") == Sampling(0.0, 20, 0.5)
+    assert read("--top-k=3") == Sampling(0.6, 3, 1.0)
+    capsys.readouterr()
+    assert read("--generation-config=none") == Sampling(0.8, None, 1.0)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(command_line.RequestError, match="--temperature must be 0 or"):
+        read("--temperature=nan")
+
+
 @pytest.mark.parametrize("top_p", [1e-46, 1e-30, 1e-6])
 def test_the_most_likely_token_is_always_among_the_likely(top_p):
     logits = jnp.asarray([[0.0, 1.0, 5.0, 2.0]], jnp.float32)

@@ -166,6 +166,22 @@ def find_capacity(config: LlamaConfig, args: argparse.Namespace) -> CacheCapacit
         raise RequestError(f"--cache-mb {args.cache_mb} is too small: {error}") from error
 
 
+def find_max_length(config: LlamaConfig, args: argparse.Namespace, num_blocks: int | None) -> int:
+    """The most tokens of a request. Reports that it is less than --max-length. Raises `RequestError`."""
+    max_length, reason = min(args.max_length, config.context), f"the model's context is {config.context:,}"
+    if num_blocks is not None:
+        groups = layer_groups(layer_windows(config))
+        blocks_for = functools.partial(groups.num_blocks, block_size=args.block_size)
+        that_fit = bisect.bisect_right(range(max_length + 1), num_blocks - 1, key=blocks_for) - 1
+        if that_fit < max_length:
+            max_length, reason = that_fit, f"the pool has {num_blocks:,} blocks"
+    if max_length < 2:
+        raise RequestError("A request must have room for two tokens; pass a larger --max-length or --num-blocks.")
+    if max_length < args.max_length:
+        say(f"Requests may have {max_length:,} tokens, fewer than --max-length {args.max_length:,}: {reason}.")
+    return max_length
+
+
 def create_service(args: argparse.Namespace) -> "Service":
     """Loads the model and compiles the engine. Raises `CheckpointError`."""
     from lib.service import Service
@@ -181,7 +197,7 @@ def create_service(args: argparse.Namespace) -> "Service":
         raise RequestError("--host-cache-mb keeps cached beginnings: pass --prefix-cache too.")
     if args.host_cache_mb and set(layer_windows(checkpoint.config)) != {None}:
         raise RequestError("--host-cache-mb is not for models with windows; leave it out.")
-    max_length, num_blocks = min(args.max_length, checkpoint.config.context), args.num_blocks
+    num_blocks = args.num_blocks
     if args.cache_mb is not None:
         capacity = find_capacity(checkpoint.config, args)
         num_blocks = capacity.num_blocks
@@ -189,12 +205,7 @@ def create_service(args: argparse.Namespace) -> "Service":
             f"The cache takes {capacity.num_bytes / 1e6:,.1f} MB: {num_blocks:,} blocks for "
             f"{capacity.num_tokens:,} tokens, or {capacity.num_seqs:,} of the longest requests."
         )
-    if num_blocks is not None:
-        groups = layer_groups(layer_windows(checkpoint.config))
-        blocks_for = functools.partial(groups.num_blocks, block_size=args.block_size)
-        max_length = bisect.bisect_right(range(max_length + 1), num_blocks - 1, key=blocks_for) - 1
-    if max_length < 2:
-        raise RequestError("A request must have room for two tokens; pass a larger --max-length or --num-blocks.")
+    max_length = find_max_length(checkpoint.config, args, num_blocks)
     load = functools.partial(load_model, checkpoint, args.dtype)
     model, config, mesh = spread(load, checkpoint.config, args.tensor_parallel)
     if args.adapter:

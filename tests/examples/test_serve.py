@@ -796,3 +796,19 @@ def test_the_memory_of_the_cache(tiny, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         serve.parse_arguments([*options, "--num-blocks=3"])
     assert "not allowed with argument --cache-mb" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "num_blocks", "max_length", "reason"),
+    [
+        (["--max-length=64"], None, 64, None),
+        ([], None, 128, "fewer than --max-length 2,048: the model's context is 128."),
+        (["--max-length=4096"], 1000, 128, "fewer than --max-length 4,096: the model's context is 128."),
+        (["--max-length=64"], 9, 64, None),
+        (["--max-length=64"], 5, 32, "fewer than --max-length 64: the pool has 5 blocks."),
+    ],
+)
+def test_a_maximum_length_that_is_not_reached_is_reported(tiny, capsys, options, num_blocks, max_length, reason):
+    args = serve.parse_arguments([*options, "--block-size=8"])
+    assert serve.find_max_length(tiny.config, args, num_blocks) == max_length
+    assert capsys.readouterr().err == ("" if reason is None else f"Requests may have {max_length} tokens, {reason}\n")

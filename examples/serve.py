@@ -145,6 +145,8 @@ def named_folder(text: str) -> tuple[str, Path]:
 
 
 def model_name(path: Path) -> str:
+    if not path.exists():
+        return str(path)  # of the hub
     return path.stem if path.is_file() else path.resolve().name
 
 

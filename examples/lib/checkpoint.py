@@ -36,6 +36,7 @@ READ_ERRORS = (
     MemoryError,
     RecursionError,
 )
+HUB_NAME = r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)"
 
 
 class CheckpointError(Exception):
@@ -132,10 +133,17 @@ def default_path() -> Path:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Raises `CheckpointError` for a path that is missing, broken, or of an unknown family."""
+    """A path that does not exist may be a name on the Hugging Face hub, such as Qwen/Qwen3-0.6B.
+
+    Raises `CheckpointError` for a checkpoint that is missing, broken, or of an unknown family.
+    """
     try:
         if not path.exists():
-            raise CheckpointError(f"There is no checkpoint at {path}.")
+            if re.fullmatch(HUB_NAME, str(path)) is None:
+                raise CheckpointError(f"There is no checkpoint at {path}.")
+            from lib.hub import download
+
+            path = download(str(path))
         if path.is_dir():
             from lib.hugging_face import read_folder  # imports transformers, in about two seconds
 

@@ -61,7 +61,8 @@ def checkpoint_arguments() -> argparse.ArgumentParser:
         "--model",
         type=Path,
         help="a GGUF file of the Llama family, or a Hugging Face folder of a Llama, Mistral, Qwen2, Qwen3, Gemma 2, "
-        "Gemma 3, gpt-oss, DeepSeek V2 or V3; default: SmolLM2-135M-Instruct",
+        "Gemma 3, gpt-oss, DeepSeek V2 or V3, or its name on the hub, such as Qwen/Qwen3-0.6B; default: "
+        "SmolLM2-135M-Instruct",
     )
     parser.add_argument(
         "--allow-control-tokens",

@@ -160,6 +160,11 @@ def test_right_calls_are_not_reported():
         paged_attention(KV, cache.k, cache.v, before_the_window, allocator.lengths, sliding_window=1)
         paged_attention(*case.arrays, **case.options)
         write_kv(cache, KV, KV, jnp.array([-1, -7]))
+        # The window passes the first block, which a padding row before the new token would see.
+        allocator, slots, _ = create_allocator(5, windows=(2,))
+        cache = write_kv(create_cache(), prompt[:1], prompt[:1], slots)
+        allocator, slots, _ = allocator.append(jnp.array([1]), q_len=5)
+        attend(prompt[:1], write_kv(cache, prompt[:1], prompt[:1], slots), allocator, sliding_window=2)
 
 
 def test_context_parallel_attention_is_not_checked():

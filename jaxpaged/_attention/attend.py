@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal, Unpack, overload
 
 import jax
@@ -75,6 +76,8 @@ def attend(
     """
     _check_blocks(pools_of(cache), allocator)
     _check_group(allocator, options.get("sliding_window"))
+    if options.get("query_starts") is None and jnp.ndim(q) == 4 and jnp.shape(q)[1] > 1:
+        allocator = _without_passed(allocator)
     if isinstance(cache, CacheLayer):
         _check_layer(cache, q, allocator, options)
     pool, block_tables = _pool_and_tables(cache, allocator)
@@ -87,6 +90,8 @@ def attend_to_history(
     q: jax.Array, cache: KVCache | CacheLayer, allocator: BlockAllocator, lengths: jax.Array, **options: Any
 ) -> tuple[jax.Array, jax.Array]:
     """`attend` of queries that all see the first `lengths`, int32 `[seqs]`, tokens of their sequence, and its lse."""
+    _check_blocks(pools_of(cache), allocator)
+    _check_group(allocator, None)
     pool, block_tables = _pool_and_tables(cache, allocator)
     options |= dict(k_scale=pool.k_scale, latent_values=pool.latent_values, return_lse=True)
     return whole_attention(q, pool.k, pool.v, block_tables, lengths, **options)
@@ -96,6 +101,19 @@ def _pool_and_tables(cache: KVCache | CacheLayer, allocator: BlockAllocator) -> 
     if isinstance(cache, CacheLayer):
         return cache.pool, cache.block_tables(allocator.block_tables)
     return cache, allocator.block_tables
+
+
+def _without_passed(allocator: BlockAllocator) -> BlockAllocator:
+    """The allocator with the null block in place of blocks that the window has passed.
+
+    Padding rows before new tokens read them. Another sequence may own them, whose NaN a product with the values spreads
+    to all rows.
+    """
+    if allocator.num_passed is None:
+        return allocator
+    entries = jnp.arange(allocator.block_tables.shape[1], dtype=jnp.int32)[None]
+    tables = jnp.where(entries >= allocator.num_passed[0][:, None], allocator.block_tables, 0)
+    return dataclasses.replace(allocator, block_tables=tables)
 
 
 def _check_blocks(cache: KVCache, allocator: BlockAllocator) -> None:

@@ -42,6 +42,8 @@ class Call:
     options: AttentionOptions
     query_starts: jax.Array | None = None  # int32 [seqs + 1]; None: uniform
     tree_mask: jax.Array | None = None  # uint32 [seqs, q_len, words]; of uniform calls
+    # int32 [seqs], uniform calls only: the last query tokens of a sequence, the others see nothing. None: all.
+    num_read: jax.Array | None = None
     # False: every query sees the whole sequence, and its position is that of the last token.
     causal: bool = dataclasses.field(default=True, metadata=dict(static=True))
     latent_values: Any = dataclasses.field(default=None, metadata=dict(static=True))  # int: value_dim without v_cache
@@ -100,11 +102,14 @@ class Call:
         return self.q.shape[1] if self.query_starts is None else jnp.diff(self.seq_starts())
 
     def positions(self, tree: Tree | None) -> jax.Array:
-        """Uniform: of each query in its sequence, int32 [seqs, q_len]; negative before its start."""
+        """Uniform: of each query in its sequence, int32 [seqs, q_len]; negative if it sees nothing."""
         q_len = self.q.shape[1]
         if not self.causal:
             return jnp.broadcast_to(self.lengths[:, None] - 1, (self.lengths.shape[0], q_len))
-        ordinals = self.lengths[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None]
+        from_last = jnp.arange(-q_len, 0, dtype=jnp.int32)[None]
+        ordinals = self.lengths[:, None] + from_last
+        if self.num_read is not None:
+            ordinals = jnp.where(from_last >= -self.num_read[:, None], ordinals, -1)
         return ordinals if tree is None else tree.positions(ordinals)
 
 

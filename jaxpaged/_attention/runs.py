@@ -105,6 +105,7 @@ def cut_packed(call: Call, runs: Runs) -> Call:
         block_tables=call.block_tables[runs.seqs],
         lengths=jnp.where(runs.counts > 0, jnp.maximum(lengths, 0), 0),
         query_starts=None,
+        num_read=runs.counts if call.causal and call.options.sliding_window is not None else None,
     )
 
 

@@ -28,7 +28,7 @@ class Walk:
     call: Call
     tree: Tree | None
     q: jax.Array  # [seqs, kv_heads, rows, head_dim]
-    positions: jax.Array  # int32 [seqs, rows], in the sequence; negative before its start
+    positions: jax.Array  # int32 [seqs, rows], in the sequence; negative if a row sees nothing
     first_visible: jax.Array  # int32 [seqs], the first token that any query of the sequence sees
     run: jax.Array  # int32 [seqs], tiles of a partition
     starts: jax.Array  # int32 [seqs, partitions], the first of them
@@ -43,14 +43,16 @@ class Walk:
         query_positions = a.positions(tree)  # [seqs, q_len]
         first_visible = jnp.zeros_like(a.lengths)
         if a.options.sliding_window is not None:
-            first_visible = jnp.maximum(query_positions.min(axis=1) - a.options.sliding_window + 1, 0)
+            # Of queries before a sequence's start, or that are not read, none counts.
+            first_query = jnp.where(query_positions >= 0, query_positions, a.lengths[:, None]).min(axis=1)
+            first_visible = jnp.maximum(first_query - a.options.sliding_window + 1, 0)
         first = first_visible // tile  # [seqs]
         end = -(-a.lengths // tile)
         run = -(-(end - first) // num_partitions)
         starts = first[:, None] + run[:, None] * jnp.arange(num_partitions, dtype=jnp.int32)[None]
         ends = jnp.minimum(starts + run[:, None], end[:, None])
 
-        # A row before its sequence's start may hold NaN, which would reach the gradient of k.
+        # A row that sees nothing may hold NaN, which would reach the gradient of k.
         q = jnp.where((query_positions >= 0)[..., None, None], a.q, jnp.zeros_like(a.q))
         positions = jnp.repeat(query_positions, a.group, axis=1)
         return cls(a, tree, in_rows(a, q), positions, first_visible, run, starts, ends)

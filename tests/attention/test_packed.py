@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import BlockAllocator, KVCache, attend, explain, paged_attention, write_kv
+from jaxpaged import (
+    BlockAllocator,
+    KVCache,
+    attend,
+    explain,
+    paged_attention,
+    paged_attention_reference,
+    write_kv,
+)
 from jaxpaged._attention import xla
 from jaxpaged._attention.call import check_call
 from jaxpaged._attention.choose import choose
@@ -75,6 +83,19 @@ def test_any_counts_in_one_program(counts):
     starts = jnp.asarray(BEFORE + np.cumsum([0, *counts]), jnp.int32)
     out, lse = paged_attention(jnp.asarray(rows), *case.arrays[1:], query_starts=starts, return_lse=True)
     check(case, out[: BEFORE + len(flat) + BEHIND], lse[: BEFORE + len(flat) + BEHIND], counts)
+
+
+def test_blocks_that_a_window_has_passed_are_never_read():
+    """Short runs: entries before the window are garbage, and the null block, which they are clamped to, holds NaN."""
+    counts, window = (1, 3, 20), 20
+    case = make_case(lengths=(80, 77, 60), options={"sliding_window": window}, q_len=20)
+    tables = np.asarray(case.block_tables).copy()
+    for row, length, count in zip(tables, (80, 77, 60), counts, strict=True):
+        row[: (length - count - window + 1) // 16] = -5
+    q, starts = packed_call(case, counts)
+    arrays = q, *case.arrays[1:3], jnp.asarray(tables), case.lengths
+    for function in (paged_attention, paged_attention_reference):
+        check(case, *function(*arrays, query_starts=starts, **case.options, return_lse=True), counts)
 
 
 def test_runs_on_xla_have_about_as_many_tokens_as_sequences():

@@ -160,7 +160,7 @@ def latent_attention[C: (KVCache, CacheLayer)](
     shared_key = jnp.broadcast_to(shared_key, (*slots.shape, s.num_heads, s.rotary_dim))
     keys = jnp.concatenate([jnp.einsum("...c,chd->...hd", latent, to_keys), shared_key], axis=-1)
     q = jnp.concatenate([plain, rotary], axis=-1)
-    counts = _new_tokens(allocator.lengths, slots, starts)
+    counts = _new_tokens(allocator, slots, starts)
     new = _among_new_tokens(q, keys, values(latent[..., None, :]), counts, starts, **how)
     history = allocator.lengths - counts
 
@@ -172,10 +172,18 @@ def latent_attention[C: (KVCache, CacheLayer)](
     return cache, out.reshape(*slots.shape, -1)
 
 
-def _new_tokens(lengths: jax.Array, slots: jax.Array, starts: jax.Array | None) -> jax.Array:
-    """Of each sequence the new tokens that see each other by keys of each head, int32 [seqs]; 0 for a single one."""
-    num_new = jnp.int32(slots.shape[-1]) if starts is None else jnp.diff(starts)
-    return jnp.where(num_new > 1, jnp.clip(lengths, 0, num_new), 0)
+def _new_tokens(allocator: BlockAllocator, slots: jax.Array, starts: jax.Array | None) -> jax.Array:
+    """New tokens of each sequence that see each other by keys of each head, int32 [seqs]; 0 for a single one.
+
+    A row of a uniform call whose slot is outside the pool is padding, even if the sequence has an older token at its
+    position.
+    """
+    if starts is None:
+        is_new = (slots >= 0) & (slots < allocator.num_blocks * allocator.block_size)
+        num_new = is_new.sum(axis=1, dtype=jnp.int32)
+    else:
+        num_new = jnp.diff(starts)
+    return jnp.where(num_new > 1, jnp.clip(allocator.lengths, 0, num_new), 0)
 
 
 def _among_new_tokens(

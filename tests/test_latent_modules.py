@@ -69,7 +69,8 @@ def expanded_of(graph, weights, x):
     q = jnp.concatenate([q[..., : s.head_dim], turn(q[..., s.head_dim :])], axis=-1)
     k = jnp.concatenate([keys, jnp.tile(turn(key), (1, 1, s.num_heads, 1))], axis=-1)
     logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) * (12**-0.5 if s.scale is None else s.scale)
-    logits = jnp.where(jnp.tri(tokens, dtype=bool)[None, None], logits, -jnp.inf)
+    seen = jnp.tri(tokens, dtype=bool) & ~jnp.tri(tokens, k=-(s.sliding_window or tokens), dtype=bool)
+    logits = jnp.where(seen[None, None], logits, -jnp.inf)
     out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits), v)
     return module.o_proj(out.reshape(1, tokens, -1))
 
@@ -131,6 +132,14 @@ def test_prompts_by_keys_of_each_head(changes):
     np.testing.assert_allclose(out[1:6], expected[1, 2:], atol=2e-5)
 
 
+def test_a_window_holds_whatever_the_number_of_new_tokens():
+    settings = dataclasses.replace(SETTINGS, expanded_from=2, sliding_window=3)
+    module = jaxpaged.nnx.LatentAttention(FEATURES, settings, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (1, 7, FEATURES))
+    _, out = call(module, x, *start(7))
+    np.testing.assert_allclose(out, expanded(module, x), atol=2e-5)
+
+
 @pytest.mark.parametrize("expanded_from", [7, 8])
 def test_which_prompts_have_keys_of_each_head(expanded_from):
     """They see more than eight bits of each other."""
@@ -172,5 +181,12 @@ def test_errors():
     other = KVCache.create(**BLOCKS, num_kv_heads=1, head_dim=20)
     with pytest.raises(ValueError, match="must be a latent one of 20 numbers and values of 16"):
         module(jnp.ones((1, 5, FEATURES)), other, allocator, slots)
+    cache, _, _ = start(5)
+    with_window = BlockAllocator.create(**BLOCKS, num_seqs=1, max_blocks_per_seq=4, windows=(4,))
+    for expanded_from in (1, 10):
+        changed = dataclasses.replace(SETTINGS, expanded_from=expanded_from)
+        module = jaxpaged.nnx.LatentAttention(FEATURES, changed, rngs=nnx.Rngs(0))
+        with pytest.raises(ValueError, match=r"the layer's group has a window of 4 tokens.* got None"):
+            module(jnp.ones((1, 5, FEATURES)), cache, with_window, slots)
     with pytest.raises(ValueError, match="up to rotary_dim // 2 numbers; got 3 for rotary_dim=4"):
         dataclasses.replace(SETTINGS, rotary_frequencies=(1.0, 1.0, 1.0))

@@ -114,4 +114,6 @@ def test_which_kernel():
     assert kernel_of() == kernel_of(heads=128, q_len=2) == "paged_latent"
     assert kernel_of(heads=96) == kernel_of(head_dim=256) == kernel_of(gpu="A100") == "paged_decode"
     assert kernel_of(options=OPTIONS["window"]) == kernel_of(options=OPTIONS["soft cap"]) == "paged_decode"
+    for option in ("sinks", "alibi_slopes"):
+        assert kernel_of(options={option: jnp.zeros(64)}) == "paged_decode"
     assert kernel_of(cache_dtype=jnp.float8_e4m3fn, scale_shape="head") == "paged_decode"

@@ -1,8 +1,8 @@
-"""Checks of values that exist only at run time (slots, block ids, lengths, keys), for when tokens look wrong.
+"""Checks of values that exist only at run time (slots, block ids, lengths, counts, keys), for when tokens look wrong.
 
-Outside of `debug_checks` nothing is traced. Inside, the functions that write and attend count what is wrong on the
-device and send the counts to the host with `jax.debug.callback`. JAX's `checkify` would have to wrap the user's own
-function and add an output to it; a callback works inside it, in loops and on meshes.
+Outside of `debug_checks` nothing is traced. Inside, the functions that write, attend and allocate count what is wrong
+on the device and send the counts to the host with `jax.debug.callback`. JAX's `checkify` would have to wrap the user's
+own function and add an output to it; a callback works inside it, in loops and on meshes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def debug_checks() -> Iterator[None]:
     - lengths below 0 or above what a table row can hold;
     - block ids outside the pool, and the null block, in entries with tokens that a query may see;
     - NaN and infinity in cached keys, values and scales of these tokens;
-    - slots of the last write that are no tokens of the sequences that attend to its cache.
+    - slots of the last write that are no tokens of the sequences that attend to its cache;
+    - counts, lengths and parents out of the range that `append`, `rollback`, `fork` and `match_prefix` accept.
 
     It works inside `jit`, `scan`, `while_loop`, `vmap`, `grad`, and `shard_map` inside `jit`. To get the checks into
     functions that are already compiled, and out of them afterwards, it clears JAX's caches when it begins and ends.
@@ -126,6 +127,13 @@ def check_write(k_cache: jax.Array, slots: jax.Array) -> None:
     _report(checks, f"slots past the pool's {num_slots}, and not {num_slots} as padding is", slots > num_slots, slots)
     _report(checks, "slots in the null block", (slots >= 0) & (slots < block_size), slots)
     checks.written, checks.slots = k_cache, slots
+
+
+def check_range(name: str, values: jax.Array, least: int, most: jax.Array | int, *, limit: str = "") -> None:
+    """int32 [seqs] of an allocator's call, which leaves rows with other values as they are."""
+    if (checks := _checks.get()) is None:
+        return
+    _report(checks, f"{name} outside {least} to {limit or most}", (values < least) | (values > most), values)
 
 
 def check_tables(

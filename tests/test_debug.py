@@ -11,6 +11,7 @@ from jaxpaged import (
     BlockAllocator,
     CacheLayer,
     KVCache,
+    PrefixCache,
     SamplingParams,
     attend,
     context_parallel_attention,
@@ -116,6 +117,32 @@ def test_mistakes_are_found(name):
     make, message = MISTAKES[name]
     with pytest.raises(ValueError, match=message), debug_checks():
         make(lambda function, *args: jax.jit(function)(*args))
+
+
+CALLS = {
+    "append": (lambda a, n: a.append(n, q_len=2), [3, -1], "num_tokens of append outside 0 to q_len=2: 2, .*: 3"),
+    "fork": (lambda a, n: a.fork(n), [2, -2], "parents of fork outside -1 to 1: 2, .*: 2"),
+    "rollback": (
+        lambda a, n: a.rollback(n),
+        [1, 5],
+        r"lengths of rollback outside 0 to the present ones: 1, .*\[1\]: 5",
+    ),
+    "match_prefix": (
+        lambda a, n: PrefixCache.create(num_blocks=6, block_size=4).match_prefix(a, jnp.zeros((2, 8), jnp.int32), n),
+        [9, 8],
+        "lengths of match_prefix outside 0 to width=8: 1, .*: 9",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_rows_that_an_allocator_cannot_accept_are_found(name):
+    call, values, message = CALLS[name]
+    allocator, _, _ = create_allocator(5, 4)
+    with pytest.raises(ValueError, match=message), debug_checks():
+        jax.jit(call)(allocator, jnp.asarray(values))
+    with debug_checks():  # a row that only lacks blocks
+        jax.jit(lambda: allocator.append(jnp.asarray([8, 8]), q_len=8))()
 
 
 @pytest.mark.parametrize(

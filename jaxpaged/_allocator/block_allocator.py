@@ -14,6 +14,7 @@ from jaxpaged._allocator import inspection, sharing
 from jaxpaged._allocator.block_pool import BlockPool
 from jaxpaged._allocator.sharing import Copies
 from jaxpaged._allocator.state import AllocatorState, Window, checked_windows
+from jaxpaged._debug import check_range
 from jaxpaged._integers import as_int32, checked_size, known_values
 from jaxpaged._one_program import one_program
 from jaxpaged._public_state import public_state
@@ -213,6 +214,7 @@ class BlockAllocator(AllocatorState):
                 f"num_tokens must be at most {q_len=}, the width of the slots; got {known[row]} for sequence {row}. "
                 f"Pass q_len={known[row]}."
             )
+        check_range("num_tokens of append", num_tokens, 0, q_len, limit=f"{q_len=}")
         order = None if order is None else self._rows("order", order, jnp.int32)
         return self._append(num_tokens, order, q_len)
 
@@ -299,7 +301,9 @@ class BlockAllocator(AllocatorState):
             >>> allocator.block_tables.tolist(), source_ids.tolist(), destination_ids.tolist()
             ([[1, 2, 0], [1, 3, 0], [1, 4, 0]], [0, 2, 2], [0, 3, 4])
         """
-        return sharing.fork(self, self._rows("parents", parents, jnp.int32), replace)
+        parents = self._rows("parents", parents, jnp.int32)
+        check_range("parents of fork", parents, -1, len(self.lengths) - 1)
+        return sharing.fork(self, parents, replace)
 
     def rollback(self, lengths: ArrayLike) -> tuple[BlockAllocator, Copies, jax.Array]:
         """Shortens sequences to the given lengths, as when speculative decoding rejects tokens.
@@ -328,7 +332,9 @@ class BlockAllocator(AllocatorState):
         Raises:
             ValueError: `lengths` is not int32 `[seqs]`.
         """
-        return sharing.rollback(self, self._rows("lengths", lengths, jnp.int32))
+        lengths = self._rows("lengths", lengths, jnp.int32)
+        check_range("lengths of rollback", lengths, 0, self.lengths, limit="the present ones")
+        return sharing.rollback(self, lengths)
 
     def freed_since(self, before: BlockAllocator) -> jax.Array:
         """Blocks that sequences held in `before` and that are free now, for `zero_blocks`.

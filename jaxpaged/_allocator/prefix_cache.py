@@ -15,6 +15,7 @@ from jaxpaged._allocator.beginnings import Beginnings, begin_with, longest_begin
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.block_pool import BlockPool
 from jaxpaged._allocator.listing import BUCKETS, Listing, all_before
+from jaxpaged._debug import check_range
 from jaxpaged._integers import checked_size
 from jaxpaged._one_program import one_program
 from jaxpaged._public_state import public_state
@@ -132,6 +133,8 @@ class PrefixCache:
         """
         tokens, salts = self._check(allocator, tokens, salts)
         lengths = allocator._rows("lengths", lengths, jnp.int32)
+        width = tokens.shape[1]
+        check_range("lengths of match_prefix", lengths, 0, width, limit=f"{width=}")
         if self._num_columns(allocator, tokens) == 0:
             return self, allocator, jnp.zeros_like(lengths)
         return self._match_prefix(allocator, tokens, lengths, salts)

@@ -18,7 +18,7 @@ from jaxpaged._attention.runs import packed_positions
 from jaxpaged._attention.shared_prefix import PrefixGroups
 from jaxpaged._cache.kv_cache import KVCache, check_cache
 from jaxpaged._cache.layers import CacheLayer, pools_of
-from jaxpaged._cache.rotate import rotate_and_write_kv
+from jaxpaged._cache.rotate import check_interleaved, rotate_and_write_kv
 from jaxpaged._cache.write import write_kv
 from jaxpaged._integers import as_int32, check_heads
 from pallas_kernels.decode.partition_plan import PartitionPlan
@@ -58,7 +58,7 @@ class AttentionSettings:
         param_dtype: of the parameters.
 
     Raises:
-        ValueError: sizes that do not fit together.
+        ValueError: sizes that do not fit together, no dtype, or `interleaved` without `rotary_frequencies`.
     """
 
     num_heads: int
@@ -96,6 +96,7 @@ class AttentionSettings:
         if self.fused and self.heads_axis is not None:
             raise ValueError(
                 "heads_axis needs q, k and v apart: the columns of one kernel do not fall on the heads of a device. "
+        check_interleaved("rotary_frequencies", frequencies, interleaved=self.interleaved)
                 "Pass fused=False with it."
             )
 

@@ -256,6 +256,10 @@ def test_nothing_is_hidden_in_the_modules():
         (dict(head_dim=8), r"rotary_frequencies must hold up to head_dim // 2 numbers; got 8 for head_dim=8"),
         (dict(rotary=lambda x, positions: x), r"pass rotary_frequencies=None with it"),
         (dict(heads_axis="devices"), r"heads_axis needs q, k and v apart.* Pass fused=False with it"),
+        (
+            dict(rotary_frequencies=None, interleaved=True),
+            r"without rotary_frequencies; got rotary_frequencies=None. Pass",
+        ),
     ],
 )
 def test_size_errors(changes, message):

@@ -3,6 +3,8 @@ goes with."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -61,7 +63,7 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
         The new cache, and the rotated q, in q's dtype.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: shapes or dtypes that do not fit, or `interleaved` with neither frequencies nor tables.
 
     Bytes moved: the bytes of `write_kv`, and q read and written.
 
@@ -97,9 +99,19 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
     elif frequencies is not None:
         cos, sin = cos_sin(positions, jnp.asarray(frequencies, jnp.float32))
     else:
+        check_interleaved("frequencies", frequencies, interleaved=interleaved)
         return write_kv(cache, k, v, slots), q
     k, q = (rotate(x, cos, sin, interleaved=interleaved, start=start) for x in (k, q))
     return write_kv(cache, k, v, slots), q
+
+
+def check_interleaved(name: str, frequencies: Any, *, interleaved: bool) -> None:
+    """Raises `ValueError` if pairs are named but nothing is rotated."""
+    if interleaved and frequencies is None:
+        raise ValueError(
+            f"interleaved=True rotates nothing without {name}; got {name}=None. Pass "
+            "jaxpaged.rotary_frequencies(rotary_dim), or leave interleaved out where the model itself rotates q and k."
+        )
 
 
 @one_program()

@@ -13,7 +13,7 @@ from jaxpaged._attention.public import AttentionKeywords
 from jaxpaged._attention.shared_prefix import PrefixGroups
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
-from jaxpaged._cache.rotate import rotate_and_write_kv
+from jaxpaged._cache.rotate import check_interleaved, rotate_and_write_kv
 from jaxpaged._cache.write import write_kv
 from jaxpaged._public_state import short_repr
 from pallas_kernels.decode.partition_plan import PartitionPlan
@@ -93,7 +93,8 @@ class StepAttention:
             The new cache, and the output in q's shape, its last axis that of the values.
 
         Raises:
-            ValueError: the last argument is no cache, no group of several is named, or as in `attend`.
+            ValueError: the last argument is no cache, no group of several is named, `interleaved` without
+                `rotary_frequencies`, or as in `attend`.
         """
         allocator, slots = self._of_group(group)
         if not isinstance(cache, KVCache | CacheLayer):
@@ -103,6 +104,7 @@ class StepAttention:
         shape = q.shape
         q, k = (x.reshape(-1, *x.shape[-2:]) for x in (q, k))
         v = None if v is None else v.reshape(-1, *v.shape[-2:])
+        check_interleaved("rotary_frequencies", rotary_frequencies, interleaved=interleaved)
         if rotary_frequencies is None:
             cache = write_kv(cache, k, v, slots)
         else:

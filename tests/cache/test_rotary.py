@@ -84,6 +84,7 @@ def test_writes_what_write_kv_writes(name):
             dict(frequencies=None, tables=(jnp.zeros((9, 5)),) * 2),
             r"tables must be two of \[positions, up to head_dim // 2\]",
         ),
+        (dict(frequencies=None, interleaved=True), r"rotates nothing without frequencies; got frequencies=None. Pass"),
         (dict(slots=jnp.zeros(3, jnp.int32)), r"[kv] must be \[..., kv_heads, head_dim\] with slots"),
     ],
 )

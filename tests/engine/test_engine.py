@@ -701,6 +701,10 @@ def test_attend_turns_neighbours():
     assert (found.k == expected.k).all()
     halves, _ = step(q, k, v, cache, rotary_frequencies=toy_model.FREQUENCIES)
     assert (halves.k != expected.k).any()
+    with pytest.raises(
+        ValueError, match=r"rotates nothing without rotary_frequencies; got rotary_frequencies=None. Pass"
+    ):
+        step(q, k, v, cache, interleaved=True)
     with pytest.raises(ValueError, match=r"takes the cache last, a KVCache or CacheLayer; got Array"):
         step(cache, q, k, v)
 

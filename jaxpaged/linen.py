@@ -210,6 +210,9 @@ def replace(module_type: type, call: Callable[..., Any]) -> Iterator[None]:
         module_type: of the modules that are replaced.
         call: gets the bound module, and what it was called with.
 
+    Raises:
+        ValueError: at the end, if modules were called and none of them was of the type.
+
     Example:
         >>> import jax.numpy as jnp, flax.linen as nn, jaxpaged.linen
         >>> with jaxpaged.linen.replace(nn.Dense, lambda dense, x: x[: dense.features]):
@@ -220,10 +223,23 @@ def replace(module_type: type, call: Callable[..., Any]) -> Iterator[None]:
         Array([0, 1], dtype=int32)
     """
 
+    others = set[str]()  # names of types
+    is_found = False
+
     def intercept(method: Callable[..., Any], args: Any, kwargs: Any, context: linen.module.InterceptorContext) -> Any:
-        if isinstance(context.module, module_type) and context.method_name == "__call__":
-            return call(context.module, *args, **kwargs)
+        nonlocal is_found
+        if context.method_name == "__call__":
+            if isinstance(context.module, module_type):
+                is_found = True
+                return call(context.module, *args, **kwargs)
+            others.add(type(context.module).__name__)
         return method(*args, **kwargs)
 
     with linen.intercept_methods(intercept):
         yield
+    if others and not is_found:
+        raise ValueError(
+            f"the model must call modules of the type; got none of {module_type.__name__}, only "
+            f"{', '.join(sorted(others))}. Pass the type of the model's attention. What nn.jit or nn.remat has traced "
+            "before is not traced again: call the parts of the model under them."
+        )

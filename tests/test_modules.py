@@ -2,6 +2,7 @@
 
 import functools
 
+import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -255,11 +256,11 @@ def test_nothing_is_hidden_in_the_modules():
         (dict(num_heads=5), r"num_heads must be a multiple of num_kv_heads; got num_heads=5, num_kv_heads=2"),
         (dict(head_dim=8), r"rotary_frequencies must hold up to head_dim // 2 numbers; got 8 for head_dim=8"),
         (dict(rotary=lambda x, positions: x), r"pass rotary_frequencies=None with it"),
-        (dict(heads_axis="devices"), r"heads_axis needs q, k and v apart.* Pass fused=False with it"),
         (
             dict(rotary_frequencies=None, interleaved=True),
             r"without rotary_frequencies; got rotary_frequencies=None. Pass",
         ),
+        (dict(heads_axis="devices"), r"heads_axis needs q, k and v apart.* Pass fused=False with it"),
     ],
 )
 def test_size_errors(changes, message):
@@ -334,3 +335,15 @@ def test_replaced_modules_keep_their_weights():
         assert (own == theirs).all()
     with pytest.raises(ValueError, match="got none of Conv"):
         jaxpaged.nnx.replace(model, nnx.Conv, lambda conv, x: x)
+
+
+def test_a_linen_type_that_the_model_does_not_call_is_an_error():
+    dense, variables = flax.linen.Dense(2), {"params": dict(kernel=jnp.ones((2, 2)), bias=jnp.zeros(2))}
+    replace = functools.partial(jaxpaged.linen.replace, call=lambda module, x: x)
+    with pytest.raises(ValueError, match=r"must call modules of the type; got none of Conv, only Dense. Pass the type"):
+        replace(flax.linen.Conv)(dense.apply)(variables, jnp.ones(2))
+    with pytest.raises(KeyError), replace(flax.linen.Conv):  # the error of the block itself
+        raise KeyError
+    apply = replace(flax.linen.Dense)(jax.jit(dense.apply))
+    for _ in range(2):  # the second time no module is called
+        assert (apply(variables, jnp.ones(2)) == 1).all()

@@ -22,7 +22,7 @@ from jaxpaged._cache.rotate import cos_sin, rotate
 from jaxpaged._cache.split_rotary import split_key, split_query
 from jaxpaged._cache.write import write_kv
 from jaxpaged._integers import as_int32
-from jaxpaged._modules import check_tokens, find_positions
+from jaxpaged._modules import check_dtypes, check_tokens, find_positions
 from pallas_kernels.decode.partition_plan import PartitionPlan
 
 
@@ -55,7 +55,7 @@ class LatentSettings:
         param_dtype: of the parameters.
 
     Raises:
-        ValueError: more frequencies than can be rotated.
+        ValueError: more frequencies than can be rotated, or no dtype.
     """
 
     num_heads: int
@@ -78,6 +78,7 @@ class LatentSettings:
     param_dtype: DTypeLike = "float32"
 
     def __post_init__(self) -> None:
+        check_dtypes(self)
         if not 0 < 2 * len(self.rotary_frequencies) <= self.rotary_dim:
             raise ValueError(
                 f"rotary_frequencies must hold up to rotary_dim // 2 numbers; got {len(self.rotary_frequencies)} for "

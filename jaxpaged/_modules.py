@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from jaxpaged._cache.kv_cache import KVCache, check_cache
 from jaxpaged._cache.layers import CacheLayer, pools_of
 from jaxpaged._cache.rotate import check_interleaved, rotate_and_write_kv
 from jaxpaged._cache.write import write_kv
+from jaxpaged._dtypes import checked_dtype
 from jaxpaged._integers import as_int32, check_heads
 from pallas_kernels.decode.partition_plan import PartitionPlan
 
@@ -85,6 +87,7 @@ class AttentionSettings:
 
     def __post_init__(self) -> None:
         check_heads(self.num_heads, self.num_kv_heads)
+        check_dtypes(self)
         head_dim, frequencies = self.head_dim, self.rotary_frequencies
         if frequencies is not None and not 0 < 2 * len(frequencies) <= head_dim:
             raise ValueError(
@@ -93,10 +96,10 @@ class AttentionSettings:
             )
         if frequencies is not None and self.rotary is not None:
             raise ValueError("rotary takes the place of rotary_frequencies; pass rotary_frequencies=None with it.")
+        check_interleaved("rotary_frequencies", frequencies, interleaved=self.interleaved)
         if self.fused and self.heads_axis is not None:
             raise ValueError(
                 "heads_axis needs q, k and v apart: the columns of one kernel do not fall on the heads of a device. "
-        check_interleaved("rotary_frequencies", frequencies, interleaved=self.interleaved)
                 "Pass fused=False with it."
             )
 
@@ -113,6 +116,13 @@ class AttentionSettings:
     def split(self, qkv: jax.Array) -> list[jax.Array]:
         """q, k and v of their fused projection."""
         return jnp.split(qkv, [self.features, self.features + self.kv_features], axis=-1)
+
+
+def check_dtypes(settings: Any) -> None:
+    """Raises `ValueError` if a dtype of the settings is none."""
+    checked_dtype("param_dtype", settings.param_dtype)
+    if settings.dtype is not None:
+        checked_dtype("dtype", settings.dtype)
 
 
 def rotate_write_attend[C: (KVCache, CacheLayer)](

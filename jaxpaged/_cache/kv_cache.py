@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxpaged._dtypes import checked_dtype
 from jaxpaged._integers import checked_size
 from jaxpaged._memory import check_memory
 from jaxpaged._public_state import public_state
@@ -74,7 +75,7 @@ class KVCache:
             block_size: tokens in a block.
             num_kv_heads: KV heads.
             head_dim: numbers a head; of keys, if values have other sizes.
-            value_dim: numbers of a value; None: as many as of a key.
+            value_dim: numbers of a value; None: as many as of a key. A latent cache needs it.
             is_latent: whether values are the first `value_dim` numbers of the keys, and not kept apart: the latent
                 vector and the rotary key of multi-head latent attention, `num_kv_heads=1, head_dim=576, value_dim=512`.
             dtype: bfloat16, float16 or float32; or float8_e4m3fn, float8_e5m2, int8, to which `write_kv` quantises. The
@@ -89,8 +90,8 @@ class KVCache:
             v_scale: as k_scale. A latent cache has none.
 
         Raises:
-            ValueError: a size that is no int or below 1, a latent cache whose values are wider than its keys or have
-                scales of their own, another dtype, scales that do not fit it, or none for int8.
+            ValueError: a size that is no int or below 1, a latent cache without `value_dim` or whose values are wider
+                than its keys or have scales of their own, another dtype, scales that do not fit it, or none for int8.
             MemoryError: the GPU has no room for the cache.
 
         Example:
@@ -127,7 +128,12 @@ class KVCache:
 
 
 def checked_value_dim(head_dim: int, value_dim: int | None, *, is_latent: bool) -> int:
-    """Numbers of a value. Raises `ValueError` if it is no size, or those of a latent cache are not some of a key's."""
+    """Numbers of a value. Raises `ValueError` if it is no size, or a latent cache has none or more than a key."""
+    if is_latent and value_dim is None:
+        raise ValueError(
+            "a latent cache needs value_dim, how many of the first numbers of a key are the value; got value_dim=None "
+            f"with {head_dim=}. Pass value_dim=head_dim - rotary numbers."
+        )
     value_dim = head_dim if value_dim is None else checked_size("value_dim", value_dim)
     if is_latent and value_dim > head_dim:
         raise ValueError(f"the values of a latent cache are numbers of its keys; got {value_dim=}, {head_dim=}.")
@@ -140,10 +146,7 @@ def checked_granularity(dtype: DTypeLike, scale_per: str | None) -> Granularity 
     Raises:
         ValueError: no dtype of a cache, no granularity, or one that does not go with the dtype.
     """
-    dtype = jnp.dtype(dtype)
-    if dtype not in CACHE_DTYPES:
-        names = ", ".join(jnp.dtype(known).name for known in CACHE_DTYPES)
-        raise ValueError(f"dtype must be one of {names}; got dtype={dtype.name}.")
+    dtype = checked_dtype("dtype", dtype, CACHE_DTYPES)
     if scale_per not in (None, *get_args(Granularity)):
         raise ValueError(f'scale_per must be "tensor", "head", "token_head" or None; got {scale_per=}.')
     if dtype in LARGEST:

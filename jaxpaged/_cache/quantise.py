@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxpaged._cache.kv_cache import LARGEST, Granularity, KVCache, check_cache
+from jaxpaged._dtypes import checked_dtype
 
 # A vector of zeros, or of numbers that no one can tell from zero, must not divide by zero, and its scale must stay a
 # normal float32, which GPUs do not flush to zero.
@@ -41,8 +42,7 @@ def kv_scale(x: ArrayLike, dtype: DTypeLike, scale_per: Granularity) -> jax.Arra
         [2.0, 1.0]
     """
     x = jnp.asarray(x)
-    if jnp.dtype(dtype) not in LARGEST:
-        raise ValueError(f"dtype must be float8_e4m3fn, float8_e5m2 or int8; got dtype={jnp.dtype(dtype).name}.")
+    dtype = checked_dtype("dtype", dtype, LARGEST)
     axes = {"tensor": tuple(range(x.ndim)), "head": (*range(x.ndim - 2), x.ndim - 1), "token_head": (x.ndim - 1,)}
     if scale_per not in axes or x.ndim < 2:
         raise ValueError(
@@ -53,7 +53,7 @@ def kv_scale(x: ArrayLike, dtype: DTypeLike, scale_per: Granularity) -> jax.Arra
         raise ValueError(f"x must be floating point, keys or values as they are before quantisation; got {x.dtype=!s}.")
     largest = jnp.abs(x).max(axis=axes[scale_per]).astype(jnp.float32)
     largest = jnp.minimum(largest, MOST)
-    return jnp.maximum(largest / LARGEST[jnp.dtype(dtype)], LEAST_SCALE)
+    return jnp.maximum(largest / LARGEST[dtype], LEAST_SCALE)
 
 
 def quantise(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -77,7 +77,7 @@ def widen_kv(cache: KVCache, dtype: DTypeLike = jnp.float32) -> KVCache:
     Bytes moved: the bytes of the cache, and its numbers once more in `dtype`.
 
     Raises:
-        ValueError: arrays of the cache that do not fit together.
+        ValueError: arrays of the cache that do not fit together, or no dtype.
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged
@@ -87,6 +87,7 @@ def widen_kv(cache: KVCache, dtype: DTypeLike = jnp.float32) -> KVCache:
         3.0
     """
     check_cache(cache)
+    dtype = checked_dtype("dtype", dtype)
 
     def widen(pool: jax.Array, scale: jax.Array | None) -> jax.Array:
         if scale is None:

@@ -68,6 +68,8 @@ def test_writes_take_any_leading_axes_and_cast_to_the_cache():
         (dict(block_size=-1), r"block_size must be at least 1; got block_size=-1"),
         (dict(num_layers=0), r"num_layers must be at least 1; got num_layers=0"),
         (dict(dtype=jnp.int32), r"dtype must be one of float32, .*, int8; got dtype=int32"),
+        (dict(dtype=None), r"dtype must be one of float32, .*; got dtype=None"),
+        (dict(is_latent=True), r"needs value_dim, .*; got value_dim=None with head_dim=8. Pass value_dim="),
     ],
 )
 def test_create_errors(changes, message):

@@ -325,7 +325,7 @@ def test_scales_that_do_not_fit_a_cache(k_scale):
 
 
 def test_kv_scale_errors():
-    with pytest.raises(ValueError, match=r"dtype must be float8_e4m3fn, .* got dtype=bfloat16"):
+    with pytest.raises(ValueError, match=r"dtype must be one of float8_e4m3fn, .* got dtype=bfloat16"):
         kv_scale(jnp.ones((2, 8)), jnp.bfloat16, "head")
     with pytest.raises(ValueError, match=r"got x.shape=\(2, 8\), scale_per='token'"):
         kv_scale(jnp.ones((2, 8)), jnp.int8, "token")

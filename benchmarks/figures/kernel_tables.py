@@ -62,16 +62,18 @@ CACHES = tuple(
 def summary(points: Points) -> str:
     """The geometric mean of our times over FlashAttention-3's, with its best number of splits."""
     rows = []
+
+    def add(kernel: str, gpu: str, keys: str, ratios: list[float]) -> None:
+        rows.append([f"{kernel}, {len(ratios)} shapes", gpu, keys, f"{statistics.geometric_mean(ratios):.2f}"])
+
     for gpu in ("h100", "h200"):
         ratios = [p["us"] / p["peers"]["fa3"]["us"] for p in points(f"{gpu}/decode").values()]
-        rows.append([f"decode, {len(ratios)} shapes", gpu.upper(), "on the same paged cache", ratios])
+        add("decode", gpu.upper(), "on the same paged cache", ratios)
     prompts = points("h100/prefill")
     for peer, keys in {"fa3 paged": "on the same paged cache", "fa3": "on contiguous keys"}.items():
         pairs = [(p, prompts.get(name.replace("mosaic_gpu", peer))) for name, p in prompts.items() if "mosaic" in name]
-        ratios = [ours["us"] / theirs["us"] for ours, theirs in pairs if theirs]
-        rows.append([f"prompts, {len(ratios)} shapes", "H100", keys, ratios])
-    texts = ([*names, f"{statistics.geometric_mean(ratios):.2f}"] for *names, ratios in rows)
-    return table(("kernel", "GPU", "FlashAttention-3", "time / FlashAttention-3's"), texts)
+        add("prompts", "H100", keys, [ours["us"] / theirs["us"] for ours, theirs in pairs if theirs])
+    return table(("kernel", "GPU", "FlashAttention-3", "time / FlashAttention-3's"), rows)
 
 
 def decode(points: Points) -> str:

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpaged import SamplingParams
-from lib.checkpoint import Tokenizer, load_model
+from lib.checkpoint import load_model
 from lib.command_line import (
     Request,
     RequestError,
@@ -46,6 +46,7 @@ from lib.sampling import Sampling
 from lib.shared_prefix import common_prefix, num_spared_blocks
 from lib.start import Granularity, calibrate, num_bytes, start
 from lib.tensor_parallel import spread
+from lib.tokenizer import Tokenizer
 
 STREAM_STEPS = 8  # decode steps between two looks at the tokens
 QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8")

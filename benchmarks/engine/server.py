@@ -39,8 +39,9 @@ from benchmarks.engine.stream_clients import stream
 from benchmarks.engine.workload import SIZES, Request, create_engine, workload
 from benchmarks.harness import add_output, open_store
 from jaxpaged import SamplingParams
-from lib.checkpoint import Checkpoint, Tokenizer
+from lib.checkpoint import Checkpoint
 from lib.engine_thread import EngineThread
+from lib.tokenizer import Tokenizer
 
 HOST_SECONDS = 1.2e-3  # of a stand-in; an engine with an 8B model takes about as much of the host with 256 seats
 

@@ -18,12 +18,13 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.harness import add_output, open_store
-from lib.checkpoint import Tokenizer, default_path, load_model, read_checkpoint
+from lib.checkpoint import default_path, load_model, read_checkpoint
 from lib.generation import run_generation
 from lib.llama import Llama
 from lib.llama_config import LlamaConfig
 from lib.sampling import Sampling
 from lib.start import start
+from lib.tokenizer import Tokenizer
 
 PROMPT = "The page table of a process maps each page of its address space to a frame of memory, so that"
 STEPS = 64

@@ -25,12 +25,13 @@ from flax import nnx
 
 from benchmarks.harness import ROOT, add_output, open_store
 from jaxpaged import BlockAllocator, KVCache, gather_kv, kv_scale
-from lib.checkpoint import Tokenizer, default_path, load_model, read_checkpoint
+from lib.checkpoint import default_path, load_model, read_checkpoint
 from lib.generation import run_generation
 from lib.llama import Llama
 from lib.llama_config import LlamaConfig
 from lib.sampling import Sampling
 from lib.start import start
+from lib.tokenizer import Tokenizer
 
 CHUNK, BLOCK_SIZE, NEW_TOKENS = 256, 16, 48
 CACHES = (

@@ -27,8 +27,9 @@ from openai import AsyncOpenAI
 
 from benchmarks.checks import require
 from benchmarks.harness import ROOT, add_output, open_store
-from lib.checkpoint import Tokenizer, default_path, read_checkpoint
+from lib.checkpoint import default_path, read_checkpoint
 from lib.text_stream import HALF, first_stop
+from lib.tokenizer import Tokenizer
 
 EXAMPLES = ROOT / "examples"
 SEATS, BLOCK_SIZE, MAX_TOKENS, NEW_TOKENS, MOST_COMPLETIONS = 16, 16, 160, (4, 48), 4

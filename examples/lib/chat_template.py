@@ -12,19 +12,20 @@ import subprocess
 import sys
 from typing import Any
 
-import jinja2
-import jinja2.sandbox
-
 MOST_SECONDS = 10
 MOST_BYTES = 2**29
 MOST_CHARACTERS = 2**20  # that a template adds to a text
 
 
+Conversation = list[dict[str, Any]]  # messages, with any fields that the template knows
+
+
 class ChatTemplateError(Exception):
-    """The template cannot be rendered; the message says why, in one line."""
+    """The conversation cannot be rendered: the template refuses it, or fails. The message is one sentence."""
 
 
-Conversation = list[dict[str, str]]  # messages, each with its role and content
+class RendererBusyError(Exception):
+    """The conversation was not rendered because this machine is overloaded. The message is one sentence."""
 
 
 def render(template: str, conversations: list[Conversation], special_tokens: dict[str, str]) -> list[str]:
@@ -35,10 +36,10 @@ def render(template: str, conversations: list[Conversation], special_tokens: dic
             [sys.executable, __file__], input=request, capture_output=True, text=True, timeout=MOST_SECONDS, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise ChatTemplateError(f"it takes more than {MOST_SECONDS} seconds") from error
+        raise ChatTemplateError(f"The chat template takes more than {MOST_SECONDS} seconds.") from error
     if done.returncode:
         lines = done.stderr.splitlines() or [f"its process ended with {done.returncode}"]
-        raise ChatTemplateError(lines[-1])
+        raise ChatTemplateError(f"The chat template failed: {lines[-1].rstrip('.')}.")
     return json.loads(done.stdout)
 
 
@@ -58,6 +59,8 @@ def main() -> None:
 
 
 def _render(template: str, messages: Conversation, special_tokens: dict[str, Any]) -> str:
+    import jinja2.sandbox
+
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -71,6 +74,8 @@ def _render(template: str, messages: Conversation, special_tokens: dict[str, Any
 
 
 def _refuse(message: str) -> None:
+    import jinja2
+
     raise jinja2.TemplateError(message)
 
 

@@ -1,14 +1,12 @@
 """A checkpoint: its config, tokenizer and weights. `gguf_file.py` and `hugging_face.py` read the two forms."""
 
 import dataclasses
-import functools
 import importlib.util
 import math
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,11 +15,7 @@ from jax.typing import DTypeLike
 
 from lib.llama import Llama
 from lib.llama_config import LlamaConfig, fused_parts
-
-if TYPE_CHECKING:  # of the extra "examples": imported where it is used, so that --help works without
-    import tokenizers
-
-    from lib.chat_template import Conversation
+from lib.tokenizer import Tokenizer
 
 # Read when transformers is imported, which would otherwise advise on stderr to install PyTorch.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -41,77 +35,6 @@ HUB_NAME = r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)"
 
 class CheckpointError(Exception):
     """The checkpoint cannot be used; the message is one sentence for the user."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Tokenizer:
-    tokenizer: "tokenizers.Tokenizer"
-    eos_ids: tuple[int, ...]
-    chat_template: str | None
-    special_tokens: dict[str, str]  # bos_token, eos_token, for the template
-
-    def encode(self, text: str) -> list[int]:
-        # Not `encode`, which holds Python's lock and would block a server.
-        return self.tokenizer.encode_batch([text])[0].ids
-
-    def encode_chat(self, texts: list[str], *, allow_control_tokens: bool = False) -> list[list[int]]:
-        """The ids of a conversation for each text, its one message, up to where the answer begins."""
-        conversations = [[{"role": "user", "content": text}] for text in texts]
-        return self.encode_conversations(conversations, allow_control_tokens=allow_control_tokens)
-
-    def encode_conversations(
-        self, conversations: "list[Conversation]", *, allow_control_tokens: bool = False
-    ) -> list[list[int]]:
-        """The ids of each conversation, up to where the answer begins.
-
-        A control token that a message spells, such as `<|im_end|>`, is plain text and ends no message unless allowed.
-        """
-        from lib.chat_template import ChatTemplateError, render
-
-        if self.chat_template is None:
-            raise CheckpointError("This checkpoint has no chat template; leave --chat out.")
-        added = self.tokenizer.get_added_tokens_decoder().items()
-        control = {token.content: i for i, token in added if token.special and token.content}
-        longest_first = sorted(control, key=len, reverse=True)
-        contents = [message["content"] for messages in conversations for message in messages]
-        # A private character stands for each while the template puts its own control tokens around the text.
-        spelled = [] if allow_control_tokens else [t for t in longest_first if any(t in text for text in contents)]
-        marks = {token: chr(0x100000 + i) for i, token in enumerate(spelled)}
-
-        def marked(text: str) -> str:
-            for token, mark in marks.items():
-                text = text.replace(token, mark)
-            return text
-
-        escaped = [[m | {"content": marked(m["content"])} for m in messages] for messages in conversations]
-        try:
-            rendered = render(self.chat_template, escaped, self.special_tokens)
-        except ChatTemplateError as error:
-            raise CheckpointError(f"The checkpoint's chat template failed: {one_line(error)}.") from error
-        if not marks:
-            return [each.ids for each in self.tokenizer.encode_batch(rendered, add_special_tokens=False)]
-
-        unmark = {ord(mark): token for token, mark in marks.items()}
-        encoded = []
-        for text in rendered:
-            ids: list[int] = []
-            for piece in re.split(f"({'|'.join(map(re.escape, longest_first))})", text):
-                if piece in control:  # the template's own
-                    ids.append(control[piece])
-                else:
-                    ids += self._plain.encode_batch([piece.translate(unmark)], add_special_tokens=False)[0].ids
-            encoded.append(ids)
-        return encoded
-
-    @functools.cached_property
-    def _plain(self) -> "tokenizers.Tokenizer":
-        """A tokenizer that reads control tokens as text."""
-        plain = type(self.tokenizer).from_str(self.tokenizer.to_str())
-        plain.encode_special_tokens = True
-        return plain
-
-    def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import jax
 
+from lib.chat_template import ChatTemplateError, RendererBusyError
 from lib.checkpoint import Checkpoint, CheckpointError, default_path, load_model, one_line, read_checkpoint
 from lib.extras import missing_extra
 from lib.sampling import Sampling
@@ -285,7 +286,7 @@ def exit_code(main: Callable[..., int | None], *arguments: Any) -> int | str | N
     """What `main` returns; or 2, with one sentence on stderr, if it refuses the request."""
     try:
         return main(*arguments)
-    except (RequestError, CheckpointError, PoolError, DevicesError) as error:
+    except (RequestError, CheckpointError, ChatTemplateError, RendererBusyError, PoolError, DevicesError) as error:
         sentence = str(error)
     except ModuleNotFoundError as error:
         if (found := missing_extra(error)) is None:

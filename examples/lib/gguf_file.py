@@ -9,9 +9,10 @@ import numpy as np
 import tokenizers
 
 import jaxpaged
-from lib.checkpoint import Checkpoint, CheckpointError, Tokenizer, one_line
+from lib.checkpoint import Checkpoint, CheckpointError, one_line
 from lib.fields import MOST_FEATURES, MOST_HEAD_DIM, MOST_HEADS, MOST_LAYERS, MOST_TOKENS, THETAS, Fields
 from lib.llama_config import LlamaConfig
+from lib.tokenizer import Tokenizer
 
 GGUF_NAMES = {
     "token_embd": "embed_tokens",

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import tokenizers
 
-from lib.checkpoint import Checkpoint, CheckpointError, Tokenizer, one_line
+from lib.checkpoint import Checkpoint, CheckpointError, one_line
 from lib.families import read_config
 from lib.fields import MOST_LAYERS, Fields, read_json
 from lib.generation_config import eos_ids, read_generation_config, sampling_defaults
 from lib.llama_config import LlamaConfig
+from lib.tokenizer import Tokenizer
 from lib.weight_files import Tensors, plain_name, read_weights
 
 

@@ -18,7 +18,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from jaxpaged import RequestOutput
-from lib.checkpoint import Checkpoint, CheckpointError
+from lib.chat_template import ChatTemplateError, RendererBusyError
+from lib.checkpoint import Checkpoint
 from lib.engine_metrics import metrics_text
 from lib.engine_thread import DrainingError, EngineFailedError, EngineThread, Generation, QueueFullError
 from lib.openai_answers import Answer, Piece, event, make_usage
@@ -167,8 +168,10 @@ class Service:
             raise ApiError(400, "This model has no chat template; use /v1/completions.")
         try:
             return tokenizer.encode_conversations([ask.messages], allow_control_tokens=self.allow_control_tokens)
-        except CheckpointError as error:  # a template may refuse a conversation
+        except ChatTemplateError as error:
             raise ApiError(400, str(error), param="messages") from error
+        except RendererBusyError as error:
+            raise ApiError(503, str(error), code="overloaded", retry_after=RETRY_SECONDS) from error
 
     def _num_new(self, ask: Ask, prompt: list[int]) -> int:
         """The most new tokens of a prompt."""
@@ -184,9 +187,9 @@ class Service:
 
     async def _pieces(self, ask: Ask, generation: Generation, usage: dict[str, int]) -> AsyncIterator[Piece]:
         """Yields pieces as they arrive, and counts their tokens in `usage`."""
-        decode = self.checkpoint.tokenizer.decode
+        tokenizer = self.checkpoint.tokenizer
         has_offsets = ask.params.logprobs and not ask.is_chat
-        texts = [TextStream(decode, ask.stops, has_offsets=has_offsets) for _ in range(generation.num_completions)]
+        texts = [TextStream(tokenizer, ask.stops, has_offsets=has_offsets) for _ in range(generation.num_completions)]
         open_ones = set(range(generation.num_completions))
         echoes: dict[int, Piece] = {}  # what completions begin with
         async for i, output in generation.outputs():
@@ -226,7 +229,7 @@ class Service:
 
     def _echo(self, ask: Ask, prompt: list[int], output: RequestOutput) -> Piece:
         """The prompt, as its tokens are decoded."""
-        text = TextStream(self.checkpoint.tokenizer.decode, has_offsets=ask.params.logprobs)
+        text = TextStream(self.checkpoint.tokenizer, has_offsets=ask.params.logprobs)
         piece = Piece(0, text.extend(prompt, is_last=True))
         if output.prompt_logprobs is not None:
             logprobs = [None if p is None or math.isnan(p) else p for p in output.prompt_logprobs]

@@ -1,6 +1,10 @@
 """The text of a completion as its tokens arrive, cut at stop strings."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lib.tokenizer import Tokenizer
 
 HALF = "\ufffd"  # what the bytes of half a character are decoded to
 
@@ -13,16 +17,32 @@ class TextStream:
     with the few before them, so the work grows linearly with the text. They are decoded all at once, or one by one if
     there are stop strings or `has_offsets` is True.
 
+    Args:
+        tokenizer: decodes the tokens.
+        stops: the stop strings.
+        prompt_ids: tokens before the text. Some decoders drop the space that a text begins with.
+        skip_special_tokens: whether control tokens have no text.
+        has_offsets: whether to note where tokens begin.
+
     Attributes:
         num_tokens: tokens taken so far. The last may hold a stop string and more.
         is_stopped: whether a stop string was found.
         offsets: where each of these tokens begins in the text; empty unless `has_offsets` is True.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = (), *, has_offsets: bool = False):
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        stops: Sequence[str] = (),
+        *,
+        prompt_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        has_offsets: bool = False,
+    ):
         self.num_tokens, self.is_stopped = 0, False
         self.offsets: list[int] = []
-        self._decode, self._stops, self._has_offsets = decode, stops, has_offsets
+        self._tokenizer, self._stops, self._has_offsets = tokenizer, stops, has_offsets
+        self._skips_special = skip_special_tokens
         self._kept_back, self._half = "", ""  # whole characters, and the HALF characters behind them
         self._num_characters = 0  # whole ones
         # New tokens are decoded behind those from `_begin` on, since a decoder may treat the first one otherwise.
@@ -47,6 +67,9 @@ class TextStream:
         end = len(self._kept_back) - num_kept
         piece, self._kept_back = self._kept_back[:end], self._kept_back[end:]
         return piece
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
 
     def _take(self, token_ids: list[int], end: int) -> None:
         """Decodes the tokens up to `end`; if `has_offsets` is True, only one."""

@@ -1,5 +1,7 @@
 """examples/lib/text_stream.py: pieces of text are the whole text, cut at stop strings, and say where tokens begin."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -27,10 +29,10 @@ from lib.text_stream import TextStream
 def test_pieces_of_text_are_the_text_before_the_stop(tokens, stops, expected, offsets, at_once, has_offsets):
     data = [token if isinstance(token, bytes) else token.encode() for token in tokens]
 
-    def decode(ids):
+    def decode(ids, skip_special_tokens=True):
         return b"".join(data[i] for i in ids).decode(errors="replace")
 
-    stream = TextStream(decode, stops, has_offsets=has_offsets)
+    stream = TextStream(SimpleNamespace(decode=decode), stops, has_offsets=has_offsets)
     ids, pieces = list(range(len(data))), []
     for end in [*range(at_once, len(ids), at_once), len(ids)]:
         pieces.append(stream.extend(ids[:end], is_last=end == len(ids)))
@@ -47,13 +49,13 @@ def test_a_long_text_is_decoded_once_and_not_in_each_slice(has_offsets):
     # As SentencePiece's decoders do, without the space that the text begins with; 0 is a control token.
     pieces = ["", *(rng.choice([" ", ""]) + chr(0x20AC + i) for i in range(40))]
 
-    def decode(ids):
+    def decode(ids, skip_special_tokens=True):
         nonlocal num_decoded
         num_decoded += len(ids)
         return "".join(pieces[i] for i in ids).removeprefix(" ")
 
     ids, shown = rng.integers(0, len(pieces), 2000).tolist(), ""
-    stream = TextStream(decode, has_offsets=has_offsets)
+    stream = TextStream(SimpleNamespace(decode=decode), has_offsets=has_offsets)
     for end in range(8, 2001, 8):
         shown += stream.extend(ids[:end], is_last=end == 2000)
     assert num_decoded < 5 * len(ids)
@@ -64,12 +66,12 @@ def test_a_long_text_is_decoded_once_and_not_in_each_slice(has_offsets):
 def test_slices_that_all_end_within_a_character_are_decoded_once():
     data, num_decoded = "a\u00e9".encode() + "\U0001f319".encode() * 100, 0
 
-    def decode(ids):
+    def decode(ids, skip_special_tokens=True):
         nonlocal num_decoded
         num_decoded += len(ids)
         return bytes(data[i] for i in ids).decode(errors="replace")
 
-    stream, ids = TextStream(decode), list(range(len(data)))
+    stream, ids = TextStream(SimpleNamespace(decode=decode)), list(range(len(data)))
     pieces = [stream.extend(ids[:end], is_last=end >= len(ids)) for end in range(8, len(ids) + 8, 8)]
     assert "".join(pieces).encode() == data
     assert num_decoded < 10 * len(ids)

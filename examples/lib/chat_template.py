@@ -1,21 +1,32 @@
-"""Renders the chat template of a checkpoint, a program that comes with the weights, in its own process.
+"""Renders the chat template of a checkpoint, a program that comes with the weights, in a process of its own.
 
-Jinja's sandbox protects the machine. Limits of the process bound time and memory: nothing inside a Python process can
-stop `{{ 9**9**9 }}`.
+transformers renders, in Jinja's sandbox, which protects the machine. Limits of the process bound processor time and
+memory of each request: nothing inside a Python process can stop `{{ 9**9**9 }}`. This file is also the process's
+program: it reads JSON objects from stdin, first the template, then requests, and writes an answer to each, one a line.
 """
 
 import contextlib
-import datetime
 import json
+import os
+import queue
+import re
 import resource
+import select
+import signal
 import subprocess
 import sys
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-MOST_SECONDS = 10
+NUM_PROCESSES = 2  # so that one slow conversation does not keep all others waiting
+MOST_SECONDS = 10  # of processor time
+MOST_SECONDS_OF_WAITING = 60  # for a process, and for its answer
 MOST_BYTES = 2**29
-MOST_CHARACTERS = 2**20  # that a template adds to a text
-
+MOST_CHARACTERS = 2**20  # that a template adds to a request
+MARK_START, MARK_END = "\U000f0000", "\U000f0001"  # around a control token that is spelled in a conversation
 
 Conversation = list[dict[str, Any]]  # messages, with any fields that the template knows
 
@@ -28,55 +39,189 @@ class RendererBusyError(Exception):
     """The conversation was not rendered because this machine is overloaded. The message is one sentence."""
 
 
-def render(template: str, conversations: list[Conversation], special_tokens: dict[str, str]) -> list[str]:
-    """The text of each conversation, up to where the answer begins."""
-    request = json.dumps({"template": template, "conversations": conversations, "special_tokens": special_tokens})
-    try:
-        done = subprocess.run(
-            [sys.executable, __file__], input=request, capture_output=True, text=True, timeout=MOST_SECONDS, check=False
+class ChatTemplate:
+    """Renders conversations, also from several threads at once. The processes start when they are needed, and end with
+    this object or with the program, however it ends.
+
+    Args:
+        template: several have names: "tool_use" is for a conversation with tools, "default" for the others.
+        special_tokens: variables of the template.
+        added_tokens: all tokens that text is not merged into, and whether they are special.
+    """
+
+    def __init__(self, template: str | dict[str, str], special_tokens: dict[str, Any], added_tokens: dict[str, bool]):
+        setup = {"template": template, "special_tokens": special_tokens, "added_tokens": added_tokens}
+        self._setup = json.dumps(setup)
+        # The last one used comes first, so that a second one starts only when it is needed.
+        self._free: queue.LifoQueue[subprocess.Popen[str] | None] = queue.LifoQueue()
+        for _ in range(NUM_PROCESSES):
+            self._free.put(None)
+        weakref.finalize(self, _end_all, self._free)
+
+    def render(
+        self,
+        conversations: Sequence[Conversation],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        allow_control_tokens: bool = False,
+    ) -> list[str]:
+        """The text of each conversation, up to where the answer begins.
+
+        Unless allowed, a control token that the conversation spells is between `MARK_START` and `MARK_END` there. If
+        the template cuts it off from one of them, that one remains by itself.
+
+        Raises:
+            ChatTemplateError: the template refuses the conversation, or fails.
+            RendererBusyError: this machine is too busy.
+        """
+        request = json.dumps(
+            {
+                "conversations": conversations,
+                "tools": tools,
+                "documents": documents,
+                "continue_final_message": continue_final_message,
+                "chat_template_kwargs": chat_template_kwargs or {},
+                "allow_control_tokens": allow_control_tokens,
+                "most_seconds": MOST_SECONDS,
+            }
         )
-    except subprocess.TimeoutExpired as error:
-        raise ChatTemplateError(f"The chat template takes more than {MOST_SECONDS} seconds.") from error
-    if done.returncode:
-        lines = done.stderr.splitlines() or [f"its process ended with {done.returncode}"]
-        raise ChatTemplateError(f"The chat template failed: {lines[-1].rstrip('.')}.")
-    return json.loads(done.stdout)
+        try:
+            process = self._free.get(timeout=MOST_SECONDS_OF_WAITING)
+        except queue.Empty as error:
+            raise RendererBusyError("Other chats keep all renderers busy; try again later.") from error
+        try:
+            if process is None or process.poll() is not None:
+                _end(process)
+                process = _start(self._setup)
+            answer = _ask(process, request)
+        except BaseException:
+            # It may still give an answer, which would be that to the next request.
+            _end(process)
+            self._free.put(None)
+            raise
+        self._free.put(process)
+        if "error" in answer:
+            raise ChatTemplateError(f"The chat template failed: {answer['error'].rstrip('.')}.")
+        return answer["texts"]
+
+
+def _start(setup: str) -> subprocess.Popen[str]:
+    # In a process group of its own, since Ctrl-C may only ask a server to finish.
+    process = subprocess.Popen(
+        [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
+    )
+    _send(process, setup)
+    return process
+
+
+def _ask(process: subprocess.Popen[str], request: str) -> dict[str, Any]:
+    _send(process, request)
+    assert process.stdout is not None
+    answered = select.poll()
+    answered.register(process.stdout, select.POLLIN)
+    if not answered.poll(1000 * MOST_SECONDS_OF_WAITING):
+        raise RendererBusyError(f"The chat was not rendered in {MOST_SECONDS_OF_WAITING} seconds; try again later.")
+    line = process.stdout.readline()
+    if line:
+        return json.loads(line)
+    if process.wait() == -signal.SIGXCPU:
+        raise ChatTemplateError(f"The chat template needs more than {MOST_SECONDS} seconds of processor time.")
+    raise RendererBusyError(f"The renderer of chats ended with {process.returncode}; try again.")
+
+
+def _send(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has ended, as the next read shows
+        print(line, file=process.stdin, flush=True)
+
+
+def _end(process: subprocess.Popen[str] | None) -> None:
+    if process is not None:
+        process.kill()
+        process.communicate()
+
+
+def _end_all(free: "queue.LifoQueue[subprocess.Popen[str] | None]") -> None:
+    while not free.empty():
+        _end(free.get())
 
 
 def main() -> None:
-    """The process: a request on stdin, the texts on stdout; one line on stderr if it fails."""
-    resource.setrlimit(resource.RLIMIT_CPU, (MOST_SECONDS, MOST_SECONDS))
-    with contextlib.suppress(ValueError):  # macOS has no such limit
-        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
-    request = json.load(sys.stdin)
-    try:
-        template, special_tokens = request["template"], request["special_tokens"]
-        rendered = [_render(template, messages, special_tokens) for messages in request["conversations"]]
-    except Exception as error:  # a template can raise anything
-        message = " ".join(str(error).split())[:200] or type(error).__name__
-        sys.exit(message)
-    json.dump(rendered, sys.stdout)
+    """The process."""
+    setup = json.loads(sys.stdin.readline())
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it advises on stderr to install PyTorch
+    import transformers.utils.chat_template_utils  # noqa: F401 (its memory does not count)
+
+    with contextlib.suppress(OSError, ValueError):  # macOS has no such limit
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + MOST_BYTES, size + MOST_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for line in sys.stdin:
+        try:
+            answer: dict[str, Any] = {"texts": _render(setup, json.loads(line), len(line))}
+        except Exception as error:  # a template can raise anything
+            answer = {"error": " ".join(str(error).split())[:200] or type(error).__name__}
+        print(json.dumps(answer), flush=True)
 
 
-def _render(template: str, messages: Conversation, special_tokens: dict[str, Any]) -> str:
-    import jinja2.sandbox
+def _render(setup: dict[str, Any], request: dict[str, Any], size: int) -> list[str]:
+    from transformers.utils.chat_template_utils import render_jinja_template
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + request["most_seconds"], hard_limit))
+    template = setup["template"]
+    if isinstance(template, dict):
+        name = "tool_use" if request["tools"] and "tool_use" in template else "default"
+        if name not in template:
+            raise ValueError(f"there is no default among {', '.join(template)}")
+        template = template[name]
+    inputs = {name: request[name] for name in ("conversations", "tools", "documents", "chat_template_kwargs")}
+    if not request["allow_control_tokens"]:
+        inputs = _marked(inputs, _control_tokens(setup["added_tokens"], template))
+    inputs["conversations"] = [
+        # As transformers does: OpenAI's API has fields that are null, templates expect them to be absent.
+        [{name: value for name, value in message.items() if value is not None} for message in messages]
+        for messages in inputs["conversations"]
+    ]
+    continues = request["continue_final_message"]
+    rendered: Any = render_jinja_template(
+        **setup["special_tokens"] | inputs.pop("chat_template_kwargs"),
+        **inputs,
+        chat_template=template,
+        continue_final_message=continues,
+        add_generation_prompt=not continues,
+        return_assistant_tokens_mask=False,  # named here, so that no request sets it
     )
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": datetime.datetime.now().strftime}
-    rendered = environment.from_string(template).render(messages=messages, add_generation_prompt=True, **special_tokens)
-    num_characters = sum(len(message["content"]) for message in messages)
-    if len(rendered) > num_characters + MOST_CHARACTERS:
-        raise ValueError(f"it makes {len(rendered)} characters of a prompt of {num_characters}")
-    rendered.encode()  # raises if it holds half of a surrogate pair
-    return rendered
+    return [_checked(text, size) for text in rendered[0]]
 
 
-def _refuse(message: str) -> None:
-    import jinja2
+def _checked(text: str, request_size: int) -> str:
+    if len(text) > request_size + MOST_CHARACTERS:
+        raise ValueError(f"it makes {len(text)} characters of a request of {request_size}")
+    text.encode()  # raises if it holds half of a surrogate pair
+    for mark in MARK_START, MARK_END:
+        text = text.replace(json.dumps(mark)[1:-1], mark)  # as tojson(ensure_ascii=true) writes it
+    return text
 
-    raise jinja2.TemplateError(message)
+
+def _control_tokens(added_tokens: dict[str, bool], template: str) -> re.Pattern[str]:
+    """The special tokens, and added ones that the template writes, but no white space."""
+    control = [t for t, is_special in added_tokens.items() if is_special or (t in template and not t.isspace())]
+    return re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or "(?!)")
+
+
+def _marked(value: Any, control_tokens: re.Pattern[str]) -> Any:
+    """The value with its control tokens marked, also in names, which templates may write as JSON."""
+    if isinstance(value, dict):
+        return {_marked(name, control_tokens): _marked(each, control_tokens) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_marked(each, control_tokens) for each in value]
+    if isinstance(value, str):
+        return control_tokens.sub(rf"{MARK_START}\g<0>{MARK_END}", re.sub(f"[{MARK_START}{MARK_END}]", "", value))
+    return value
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lib.chat_template import ChatTemplateError, Conversation, render
+from lib.chat_template import MARK_END, MARK_START, ChatTemplate, ChatTemplateError, Conversation
 
 if TYPE_CHECKING:  # of the extra "examples": imported where it is used, so that --help works without
     import tokenizers
@@ -14,14 +14,22 @@ if TYPE_CHECKING:  # of the extra "examples": imported where it is used, so that
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
+    """Encodes and decodes.
+
+    Attributes:
+        tokenizer: neither truncates nor pads.
+        eos_ids: tokens that end a text.
+        chat_template: several have names: "tool_use" is for a conversation with tools, "default" for the others.
+        special_tokens: bos_token, eos_token and others, for the template.
+    """
+
     tokenizer: "tokenizers.Tokenizer"
     eos_ids: tuple[int, ...]
-    chat_template: str | None
-    special_tokens: dict[str, str]  # bos_token, eos_token, for the template
+    chat_template: str | dict[str, str] | None
+    special_tokens: dict[str, Any]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        # Not `encode`, which holds Python's lock and would block a server.
-        return self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        return self._encode_all([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_chat(self, texts: list[str], *, allow_control_tokens: bool = False) -> list[list[int]]:
         """The ids of a conversation for each text, its one message, up to where the answer begins."""
@@ -40,50 +48,29 @@ class Tokenizer:
     ) -> list[list[int]]:
         """The ids of each conversation, up to where the answer begins.
 
-        A control token that a message spells, such as `<|im_end|>`, is plain text and ends no message unless allowed.
+        Control tokens that messages, tools, documents or arguments of the template spell, such as `<|im_end|>`, are
+        encoded as plain text unless allowed.
+
+        Args:
+            conversations: messages may have any fields.
+            continue_final_message: the answer continues the last message.
+            chat_template_kwargs: more variables for the template.
 
         Raises:
             ChatTemplateError: the template refuses the conversation, or fails.
             RendererBusyError: the conversation was not rendered in time; try again later.
         """
-        if self.chat_template is None:
+        if self._renderer is None:
             raise ChatTemplateError("This checkpoint has no chat template; leave --chat out.")
-        added = self.tokenizer.get_added_tokens_decoder().items()
-        control = {token.content: i for i, token in added if token.special and token.content}
-        longest_first = sorted(control, key=len, reverse=True)
-        contents = [message["content"] for messages in conversations for message in messages]
-        # A private character stands for each while the template puts its own control tokens around the text.
-        spelled = [] if allow_control_tokens else [t for t in longest_first if any(t in text for text in contents)]
-        marks = {token: chr(0x100000 + i) for i, token in enumerate(spelled)}
-
-        def marked(text: str) -> str:
-            for token, mark in marks.items():
-                text = text.replace(token, mark)
-            return text
-
-        escaped = [[m | {"content": marked(m["content"])} for m in messages] for messages in conversations]
-        rendered = render(self.chat_template, escaped, self.special_tokens)
-        if not marks:
-            return [each.ids for each in self.tokenizer.encode_batch(rendered, add_special_tokens=False)]
-
-        unmark = {ord(mark): token for token, mark in marks.items()}
-        encoded = []
-        for text in rendered:
-            ids: list[int] = []
-            for piece in re.split(f"({'|'.join(map(re.escape, longest_first))})", text):
-                if piece in control:  # the template's own
-                    ids.append(control[piece])
-                else:
-                    ids += self._plain.encode_batch([piece.translate(unmark)], add_special_tokens=False)[0].ids
-            encoded.append(ids)
-        return encoded
-
-    @functools.cached_property
-    def _plain(self) -> "tokenizers.Tokenizer":
-        """A tokenizer that reads control tokens as text."""
-        plain = type(self.tokenizer).from_str(self.tokenizer.to_str())
-        plain.encode_special_tokens = True
-        return plain
+        texts = self._renderer.render(
+            conversations,
+            tools=tools,
+            documents=documents,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs or {},
+            allow_control_tokens=allow_control_tokens,
+        )
+        return [self._encode_marked(text) for text in texts]
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -99,3 +86,74 @@ class Tokenizer:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    @functools.cached_property
+    def _renderer(self) -> ChatTemplate | None:
+        if self.chat_template is None:
+            return None
+        added_tokens = {token.content: token.special for token in self._added.values() if token.content}
+        return ChatTemplate(self.chat_template, self.special_tokens, added_tokens)
+
+    @functools.cached_property
+    def _added(self) -> "dict[int, tokenizers.AddedToken]":
+        return self.tokenizer.get_added_tokens_decoder()
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The tokens that a text leaves out by default."""
+        return frozenset(i for i, token in self._added.items() if token.special)
+
+    def _encode_all(self, texts: list[str], *, add_special_tokens: bool = False) -> list[list[int]]:
+        # Not `encode`, which holds Python's lock and would block a server.
+        return [each.ids for each in self.tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)]
+
+    def _encode_marked(self, text: str) -> list[int]:
+        """The tokens of a rendered text, with marked control tokens as plain text."""
+        begin, *rest = self._marks.split(text)  # then, in turn, a marked token (None: a mark alone) and text
+        (ids,) = self._encode_all([begin])
+        for token, piece in zip(rest[::2], _encode_within(self._encode_all, rest[1::2]), strict=True):
+            ids += self._spelled(token) if token else []
+            ids += piece
+        return ids
+
+    @functools.cached_property
+    def _marks(self) -> re.Pattern[str]:
+        longest_first = sorted((token.content for token in self._added.values()), key=len, reverse=True)
+        tokens = "|".join(map(re.escape, filter(None, longest_first)))
+        return re.compile(f"{MARK_START}({tokens}){MARK_END}|[{MARK_START}{MARK_END}]")
+
+    @functools.cached_property
+    def _spelled(self) -> Callable[[str], list[int]]:
+        """The tokens of a text that spells a control token."""
+
+        model = self.tokenizer.model
+
+        def encode_plain(texts: list[str]) -> list[list[int]]:
+            return [[token.id for word in words(text) for token in model.tokenize(word)] for text in texts]
+
+        def words(text: str) -> list[str]:
+            """The parts of the tokenizer by themselves, which know no added tokens."""
+            normalizer, pre_tokenizer = self.tokenizer.normalizer, self.tokenizer.pre_tokenizer
+            text = text if normalizer is None else normalizer.normalize_str(text)
+            return [text] if pre_tokenizer is None else [word for word, _ in pre_tokenizer.pre_tokenize_str(text)]
+
+        @functools.cache
+        def encode(text: str) -> list[int]:
+            (ids,) = _encode_within(encode_plain, [text])
+            if self.tokenizer.token_to_id(text) in ids:
+                raise ChatTemplateError(f"A message spells {text!r}, which this tokenizer cannot encode as plain text.")
+            return ids
+
+        return encode
+
+
+def _encode_within(encode: Callable[[list[str]], list[list[int]]], texts: list[str]) -> list[list[int]]:
+    """The tokens of texts that begin no prompt.
+
+    Each is encoded after a newline, because some tokenizers add a space to the beginning of a prompt.
+    """
+    newline, *encoded = encode(["\n", *("\n" + text for text in texts)])
+    size = len(newline)
+    return [
+        ids[size:] if ids[:size] == newline else encode([text])[0] for text, ids in zip(texts, encoded, strict=True)
+    ]

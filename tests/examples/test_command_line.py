@@ -1,4 +1,4 @@
-"""What an operator meets around the examples: closed pipes, full disks, Ctrl-C, chat templates that go wrong."""
+"""What an operator meets around the examples: closed pipes, full disks, Ctrl-C, wrong tokens."""
 
 import argparse
 import dataclasses
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from lib import chat_template, command_line, generation
+from lib import command_line, generation
 from lib.checkpoint import Checkpoint, CheckpointError
 from lib.sampling import Sampling, sample
 from lib.start import PoolError, start
@@ -162,47 +162,6 @@ def test_interrupting_one_long_call_ends_it_at_once():
             process.kill()
     assert process.returncode == 130
     assert err.split() == ["-c:", "Interrupted."]
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ 1/0 }}", "division by zero"),
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "maximum recursion depth exceeded"),
-        ("{{ 9**(9**9) }}", "takes more than 1 seconds"),
-        ("{{ 'a'*10**10 }}", "MemoryError"),
-        ("{{ 'a'*10**7 }}", "makes 10000000 characters of a prompt of 2"),
-        ("{{ '\\ud800' }}", "surrogates not allowed"),
-        ("{{ ''.__class__.__mro__ }}", "is unsafe"),
-        ("{{ raise_exception('no\nsystem') }}", "no system"),
-    ],
-)
-def test_what_a_chat_template_does_wrong_is_one_line(monkeypatch, template, message):
-    if "9**9" in template:
-        monkeypatch.setattr(chat_template, "MOST_SECONDS", 1)
-    with pytest.raises(chat_template.ChatTemplateError, match=message) as raised:
-        chat_template.render(template, [[{"role": "user", "content": "hi"}]], {})
-    assert "\n" not in str(raised.value)
-
-
-def test_a_chat_template_has_the_tokens_the_clock_and_breaks():
-    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ strftime_now('!') }}{% break %}{% endfor %}"
-    texts = ["h\u00e9", "ho"]
-    conversations = [[{"role": "user", "content": text}] for text in texts]
-    assert chat_template.render(template, conversations, {"bos_token": "<s>"}) == [f"<s>{text}!" for text in texts]
-
-
-def test_control_tokens_in_a_prompt_are_text(tiny):
-    eos = tiny.tokenizer.eos_ids[0]  # the template is <eos>{{ content }}:
-    prompts = ["a<eos>b", "<eo<eos>s>", "plain"]
-    escaped = tiny.tokenizer.encode_chat(prompts)
-    for prompt, ids in zip(prompts, escaped, strict=True):
-        assert ids[0] == eos
-        assert eos not in ids[1:]
-        assert tiny.tokenizer.decode(ids) == prompt + ":"
-    assert escaped[2] == [eos, *tiny.tokenizer.encode("plain:")]
-    allowed = tiny.tokenizer.encode_chat(prompts, allow_control_tokens=True)
-    assert [ids.count(eos) for ids in allowed] == [2, 2, 1]
 
 
 def test_tokens_beyond_the_vocabulary_are_refused(tiny):

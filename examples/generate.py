@@ -46,6 +46,7 @@ from lib.sampling import Sampling
 from lib.shared_prefix import common_prefix, num_spared_blocks
 from lib.start import Granularity, calibrate, num_bytes, start
 from lib.tensor_parallel import spread
+from lib.text_stream import TextStream
 from lib.tokenizer import Tokenizer
 
 STREAM_STEPS = 8  # decode steps between two looks at the tokens
@@ -55,14 +56,12 @@ QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8")
 class Stream:
     """Prints the text of a batch as it grows. If there are several sequences, each part follows its number."""
 
-    def __init__(self, tokenizer: Tokenizer, num_seqs: int, file: TextIO):
-        self.tokenizer, self.file = tokenizer, file
-        self.shown = [""] * num_seqs
+    def __init__(self, tokenizer: Tokenizer, prompts: list[list[int]], file: TextIO):
+        self.texts, self.file = [TextStream(tokenizer, prompt_ids=prompt) for prompt in prompts], file
 
     def show(self, tokens: list[list[int]]) -> None:
-        for i, ids in enumerate(tokens):
-            text = self.tokenizer.decode(ids).rstrip("\ufffd")  # half of a character: wait for the rest
-            new, self.shown[i] = text[len(self.shown[i]) :], text
+        for i, (text, ids) in enumerate(zip(self.texts, tokens, strict=True)):
+            new = text.extend(ids, is_last=False)
             if new and len(tokens) == 1:
                 print(new, end="", file=self.file, flush=True)
             elif new:
@@ -148,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
 
     tokenizer = request.checkpoint.tokenizer
-    stream = Stream(tokenizer, len(prompts), sys.stderr if args.json else sys.stdout) if args.stream else None
+    stream = Stream(tokenizer, prompts, sys.stderr if args.json else sys.stdout) if args.stream else None
     # A bar is drawn only on a terminal. Without a bar and a stream, all of decoding is one call.
     bar = tqdm(total=int(state.limits.sum()), desc="generating", unit="token", disable=True if stream else None)
     watched = stream is not None or not bar.disable
@@ -224,7 +223,8 @@ def show(request: Request, tokens: list[list[int]], starved: Sequence[bool], arg
     """Prints the text of each prompt."""
     tokenizer = request.checkpoint.tokenizer
     for i, (text, prompt, ids) in enumerate(zip(request.texts, request.prompts, tokens, strict=True)):
-        result: dict[str, Any] = {"prompt": text, "prompt_tokens": prompt, "tokens": ids, "text": tokenizer.decode(ids)}
+        result: dict[str, Any] = {"prompt": text, "prompt_tokens": prompt, "tokens": ids}
+        result["text"] = tokenizer.decode(ids, prompt_ids=prompt)
         if args.json:
             print(json.dumps(result | ({"out_of_blocks": True} if starved[i] else {})))
         elif not args.stream:

@@ -1,33 +1,38 @@
 """The text of a completion as its tokens arrive, cut at stop strings."""
 
+import codecs
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lib.tokenizer import Tokenizer
 
-HALF = "\ufffd"  # what the bytes of half a character are decoded to
+HALF = "\ufffd"  # stands for bytes that are no character
+MOST_PENDING = 3  # bytes of a character that is not complete
 
 
 class TextStream:
     """Gives the text of growing tokens piece by piece. Joined, the pieces are the text of all tokens, or the text
-    before the first stop string.
+    before the first stop string. They do not depend on how the tokens are cut into pieces.
 
-    Half a character, and what may be the beginning of a stop string, are kept back. New tokens are decoded together
-    with the few before them, so the work grows linearly with the text. They are decoded all at once, or one by one if
-    there are stop strings or `has_offsets` is True.
+    The text is the bytes of the tokens, read as UTF-8. The bytes of an incomplete character, and characters that may
+    begin a stop string, are kept back. A character that the prompt begins and these tokens complete is a part of the
+    text.
 
     Args:
-        tokenizer: decodes the tokens.
+        tokenizer: knows the bytes of the tokens.
         stops: the stop strings.
-        prompt_ids: tokens before the text. Some decoders drop the space that a text begins with.
+        prompt_ids: tokens before the text. Some tokenizers drop the space that a text begins with.
         skip_special_tokens: whether control tokens have no text.
+        includes_stop: whether the text ends with the stop string, instead of before it.
         has_offsets: whether to note where tokens begin.
 
     Attributes:
-        num_tokens: tokens taken so far. The last may hold a stop string and more.
+        num_tokens: tokens read so far. The last may hold a stop string and more.
         is_stopped: whether a stop string was found.
-        offsets: where each of these tokens begins in the text; empty unless `has_offsets` is True.
+        offsets: where each of these tokens begins in the text; empty unless `has_offsets` is True. A token that
+            completes a character begins where the character does.
     """
 
     def __init__(
@@ -37,19 +42,20 @@ class TextStream:
         *,
         prompt_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
+        includes_stop: bool = False,
         has_offsets: bool = False,
     ):
         self.num_tokens, self.is_stopped = 0, False
         self.offsets: list[int] = []
         self._tokenizer, self._stops, self._has_offsets = tokenizer, stops, has_offsets
-        self._skips_special = skip_special_tokens
-        self._kept_back, self._half = "", ""  # whole characters, and the HALF characters behind them
-        self._num_characters = 0  # whole ones
-        # New tokens are decoded behind those from `_begin` on, since a decoder may treat the first one otherwise.
-        # The text of those before `_end` ends with a whole character, and `_num_known` characters of it were taken.
-        self._begin = self._end = self._num_known = 0
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._includes_stop = includes_stop
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._kept_back, self._num_characters = "", 0
+        self._is_first = True
+        self._read_prompt(prompt_ids)
 
-    def extend(self, token_ids: list[int], *, is_last: bool) -> str:
+    def extend(self, token_ids: Sequence[int], *, is_last: bool) -> str:
         """The next piece of text.
 
         Args:
@@ -58,58 +64,53 @@ class TextStream:
         """
         is_one_by_one = self._has_offsets or self._stops
         while self.num_tokens < len(token_ids) and not self.is_stopped:
-            self._take(token_ids, self.num_tokens + 1 if is_one_by_one else len(token_ids))
-            self._cut()
+            end = self.num_tokens + 1 if is_one_by_one else len(token_ids)
+            data = b"".join(map(self._next_bytes, token_ids[self.num_tokens : end]))
+            self.num_tokens = end
+            if self._has_offsets:
+                self.offsets.append(self._num_characters + self._ends_a_half(data))
+            self._add(self._utf8.decode(data))
         if is_last and not self.is_stopped:
-            self._kept_back += self._half
-            self._cut()
+            self._add(self._utf8.decode(b"", final=True))
         num_kept = 0 if is_last or self.is_stopped else num_kept_back(self._kept_back, self._stops)
         end = len(self._kept_back) - num_kept
         piece, self._kept_back = self._kept_back[:end], self._kept_back[end:]
         return piece
 
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
+    def _read_prompt(self, prompt_ids: Sequence[int]) -> None:
+        """Leaves the bytes of a character that the prompt does not complete in the decoder."""
+        last_first = (token_id for token_id in reversed(prompt_ids) if token_id not in self._skipped)
+        ending = list(itertools.islice(last_first, MOST_PENDING))[::-1]
+        self._utf8.decode(b"".join(map(self._next_bytes, ending)))
 
-    def _take(self, token_ids: list[int], end: int) -> None:
-        """Decodes the tokens up to `end`; if `has_offsets` is True, only one."""
-        text = self._decode(token_ids[self._begin : end])
-        if text.endswith(HALF) and end > self.num_tokens + 1:
-            for next_end in range(self.num_tokens + 1, end + 1):  # finds the last one that ends a character
-                self._take(token_ids, next_end)
-            return
-        self.num_tokens = end
-        if self._has_offsets:
-            self.offsets.append(self._num_characters + self._num_halves_before(text[self._num_known :]))
-        whole = text.rstrip(HALF)
-        new, self._half = whole[self._num_known :], text[len(whole) :]
-        self._kept_back += new
-        self._num_characters += len(new)
-        self._num_known += len(new)
-        known = "" if self._half else self._decode(token_ids[self._end : end])
-        if known:
-            self._begin, self._end, self._num_known = self._end, end, len(known)
+    def _next_bytes(self, token_id: int) -> bytes:
+        if token_id in self._skipped:
+            return b""
+        within, at_start = self._tokenizer.bytes_of(token_id)
+        data = at_start if self._is_first else within
+        self._is_first = False
+        return data
 
-    def _num_halves_before(self, text: str) -> int:
-        """How many of the pending `HALF` characters stay, so that the last token begins behind them.
+    def _ends_a_half(self, data: bytes) -> bool:
+        """Whether an incomplete character stays one because these bytes do not continue it."""
+        pending, _ = self._utf8.getstate()
+        if not pending or not data:
+            return False
+        return (pending + data).decode(errors="replace") == HALF + data.decode(errors="replace")
 
-        `text` follows the whole characters known so far. If the token completes the last half, or adds to it, it begins
-        there instead.
-        """
-        if text == self._half:
-            return max(len(text) - 1, 0)
-        return min(len(self._half), len(text) - len(text.lstrip(HALF)))
-
-    def _cut(self) -> None:
-        start = first_stop(self._kept_back, self._stops)
-        if start is not None:
-            self.is_stopped, self._kept_back = True, self._kept_back[:start]
+    def _add(self, text: str) -> None:
+        self._num_characters += len(text)
+        self._kept_back += text
+        cut = first_stop(self._kept_back, self._stops, includes_stop=self._includes_stop) if text else None
+        if cut is not None:
+            self.is_stopped, self._kept_back = True, self._kept_back[:cut]
 
 
-def first_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Where the stop string that is complete first begins. It does not depend on how the text is cut into pieces."""
+def first_stop(text: str, stops: Sequence[str], *, includes_stop: bool = False) -> int | None:
+    """Where the stop string that is complete first begins, or ends. It does not depend on how the text is cut into
+    pieces."""
     found = [(start + len(stop), start) for stop in stops if (start := text.find(stop)) >= 0]
-    return min(found)[1] if found else None
+    return min(found)[0 if includes_stop else 1] if found else None
 
 
 def num_kept_back(text: str, stops: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lib.chat_template import MARK_END, MARK_START, ChatTemplate, ChatTemplateError, Conversation
+from lib.text_stream import HALF, TextStream
 
 if TYPE_CHECKING:  # of the extra "examples": imported where it is used, so that --help works without
     import tokenizers
@@ -72,12 +73,15 @@ class Tokenizer:
         )
         return [self._encode_marked(text) for text in texts]
 
-    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+    def decode(self, ids: Sequence[int], *, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> str:
+        """The text of tokens: the pieces of a `TextStream`, joined."""
+        stream = TextStream(self, prompt_ids=prompt_ids, skip_special_tokens=skip_special_tokens)
+        return stream.extend(ids, is_last=True)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to a text: with its leading space, and also if it is a part of a character."""
-        return self.decode([token_id], skip_special_tokens=False).encode()
+        within, _ = self.bytes_of(token_id)
+        return within
 
     def token_text(self, token_id: int) -> str:
         """The token as OpenAI's logprobs show it: its text, or `bytes:\\xe2\\x96` for a part of a character."""
@@ -102,6 +106,27 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """The tokens that a text leaves out by default."""
         return frozenset(i for i, token in self._added.items() if token.special)
+
+    @functools.cached_property
+    def bytes_of(self) -> Callable[[int], tuple[bytes, bytes]]:
+        """The bytes of a token within a text, and at its start, where some tokenizers drop a space."""
+        bytes_of = byte_alphabet()
+
+        @functools.cache
+        def split(token_id: int) -> tuple[bytes, bytes]:
+            once, twice = (self.tokenizer.decode([token_id] * n, skip_special_tokens=False) for n in (1, 2))
+            if HALF not in once:
+                return twice[len(once) :].encode(), once.encode()
+            token = self.tokenizer.id_to_token(token_id) or ""
+            if byte := re.fullmatch("<0x([0-9A-F]{2})>", token):
+                data = bytes.fromhex(byte[1])
+            elif set(token) <= set(bytes_of):
+                data = bytes(bytes_of[character] for character in token)
+            else:
+                data = twice[len(once) :].encode()
+            return data, data
+
+        return split
 
     def _encode_all(self, texts: list[str], *, add_special_tokens: bool = False) -> list[list[int]]:
         # Not `encode`, which holds Python's lock and would block a server.
@@ -157,3 +182,12 @@ def _encode_within(encode: Callable[[list[str]], list[list[int]]], texts: list[s
     return [
         ids[size:] if ids[:size] == newline else encode([text])[0] for text, ids in zip(texts, encoded, strict=True)
     ]
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The bytes for which the characters of byte-level tokens stand: visible ones for themselves."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    visible = {ord(character) for character in ByteLevel.alphabet() if ord(character) < 256}
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}

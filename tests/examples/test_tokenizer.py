@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lib.chat_template import ChatTemplate, ChatTemplateError
+from lib.text_stream import TextStream
 from lib.tokenizer import Tokenizer
 from tests.examples.tiny_tokenizers import CONTROL, KINDS, TEXT, THOUGHTS
 
@@ -95,6 +96,79 @@ def test_a_spelled_control_token_changes_no_other_text(pair):
             chat[0]["content"] = f"{spelled} a {spelled}b"
             changed = sections(chat)
             assert [p == q for p, q in zip(plain, changed, strict=True)] == [i != 2 for i in range(len(plain))]
+
+
+def test_decoding_is_that_of_the_tokenizer(pair):
+    ours, _ = pair
+    rng, vocab_size = np.random.default_rng(0), ours.tokenizer.get_vocab_size()
+    num_whole = 0
+    for _ in range(300):
+        ids = rng.integers(0, vocab_size, rng.integers(1, 12)).tolist()
+        for skip in (False, True):
+            expected = ours.tokenizer.decode(ids, skip_special_tokens=skip)
+            text = ours.decode(ids, skip_special_tokens=skip)
+            # Next to bytes that are no character, ByteFallback of tokenizers drops whole ones.
+            if "\ufffd" not in expected or "<0x00>" not in ours.tokenizer.get_vocab():
+                assert text == expected
+                num_whole += 1
+    assert num_whole > 100
+
+
+def test_pieces_joined_are_the_text_of_all_tokens_in_any_cuts(pair):
+    ours, _ = pair
+    rng, vocab_size = np.random.default_rng(1), ours.tokenizer.get_vocab_size()
+    for _ in range(300):
+        prompt, ids = (rng.integers(0, vocab_size, rng.integers(least, 9)).tolist() for least in (0, 1))
+        options = dict(skip_special_tokens=bool(rng.integers(2)), has_offsets=bool(rng.integers(2)))
+        echo = TextStream(ours, **options)
+        shown = echo.extend(prompt, is_last=False)  # a character that the prompt begins comes with the answer
+        stream, end, offset = TextStream(ours, prompt_ids=prompt, **options), 0, len(shown)
+        while end < len(ids):
+            end = min(len(ids), end + int(rng.integers(1, 4)))
+            shown += stream.extend(ids[:end], is_last=end == len(ids))
+        assert shown == ours.decode(prompt + ids, skip_special_tokens=options["skip_special_tokens"])
+        assert shown[offset:] == ours.decode(ids, prompt_ids=prompt, skip_special_tokens=options["skip_special_tokens"])
+        joined = TextStream(ours, **options)
+        joined.extend(prompt + ids, is_last=True)
+        assert echo.offsets + [offset + i for i in stream.offsets] == joined.offsets
+
+
+def test_the_tokens_of_logprobs_joined_are_the_text(pair):
+    ours, _ = pair
+    ids = ours.encode(TEXT[:500])
+    whole = [ours.token_text(i) for i in ids]
+    assert "".join(whole[1:]) == ours.decode(ids[1:], prompt_ids=ids[:1])
+    assert b"".join(map(ours.token_bytes, ids[1:])).decode() == ours.decode(ids[1:], prompt_ids=ids[:1])
+
+
+def test_the_text_of_tokens_that_are_parts_of_characters_names_their_bytes():
+    for kind in ("byte_level", "sentencepiece"):
+        tokenizer = Tokenizer(KINDS[kind](), (), None, {})
+        ids = tokenizer.encode("\u2620", add_special_tokens=False)[-3:]
+        assert b"".join(map(tokenizer.token_bytes, ids)) == "\u2620".encode()
+        assert [tokenizer.token_text(i) for i in ids] == [r"bytes:\xe2", r"bytes:\x98", r"bytes:\xa0"]
+
+
+@pytest.fixture
+def words():
+    vocab = {"\u2581is": 0, "\u2581Paris": 1, "is": 2, "\u2581": 3}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return Tokenizer(tokenizer, (), None, {})
+
+
+def test_a_completion_begins_with_the_space_of_its_first_token(words):
+    assert words.decode([0, 1]) == "is Paris"
+    assert words.decode([1], prompt_ids=[0]) == " Paris"
+    stream = TextStream(words, prompt_ids=[0], has_offsets=True)
+    assert stream.extend([1, 0], is_last=True) == " Paris is"
+    assert stream.offsets == [0, 6]
+    assert [words.token_text(i) for i in range(4)] == [" is", " Paris", "is", " "]
+    stopped = TextStream(words, [" Par"], prompt_ids=[0])
+    assert stopped.extend([1, 0], is_last=False) == ""
+    assert (stopped.is_stopped, stopped.num_tokens) == (True, 1)
+    including = TextStream(words, [" Par"], prompt_ids=[0], includes_stop=True)
+    assert including.extend([1, 0], is_last=False) == " Par"
 
 
 def test_control_tokens_in_a_prompt_are_text(tiny):

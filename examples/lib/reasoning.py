@@ -1,16 +1,78 @@
 """Splits an answer into its reasoning and its content."""
 
+import itertools
 from collections.abc import Sequence
 
 from lib.text_stream import TextStream
 from lib.tokenizer import Tokenizer
 
+REASONING, CONTENT = "reasoning", "content"
+
+
+class Thoughts:
+    """<think> and </think> are around the reasoning, as in Qwen3 and DeepSeek R1. A prompt may end with the first."""
+
+    def __init__(self, begin: int, end: int):
+        self.marks = {begin: REASONING, end: CONTENT}
+        self._part = CONTENT
+
+    def part_of(self, token_id: int) -> str | None:
+        """Reads the next token. None: it is a mark."""
+        if token_id in self.marks:
+            self._part = self.marks[token_id]
+            return None
+        return self._part
+
+
+class Channels:
+    """The messages of gpt-oss: <|start|>assistant<|channel|>analysis<|message|>the text<|end|>
+
+    The channel "analysis" is reasoning. So are calls of tools, "commentary to=functions.get_weather": no user reads
+    them. https://developers.openai.com/cookbook/articles/openai-harmony
+    """
+
+    def __init__(self, tokenizer: Tokenizer, message: int, channel: int, *others: int):
+        self.marks = {message, channel, *others}
+        self._tokenizer, self._message, self._channel = tokenizer, message, channel
+        self._header: list[int] | None = None  # tokens before <|message|>
+        self._part = CONTENT
+
+    def part_of(self, token_id: int) -> str | None:
+        """Reads the next token. None: it is a mark, or in the header of a message."""
+        if token_id == self._message:
+            header = self._tokenizer.decode(self._header or [], skip_special_tokens=False)
+            is_reasoning = "<|channel|>analysis" in header or " to=" in header
+            self._header, self._part = None, REASONING if is_reasoning else CONTENT
+        elif token_id == self._channel:
+            self._header = [*(self._header or []), token_id]
+        elif token_id in self.marks:
+            self._header = []
+        elif self._header is not None:
+            self._header.append(token_id)
+        else:
+            return self._part
+        return None
+
+
+def make_splitter(tokenizer: Tokenizer) -> Thoughts | Channels | None:
+    """Chosen by the marks that the tokenizer has as tokens; None if its answers have no reasoning."""
+
+    def find(*marks: str) -> list[int] | None:
+        ids = [i for mark in marks if (i := tokenizer.tokenizer.token_to_id(mark)) is not None]
+        return ids if len(ids) == len(marks) else None
+
+    if ids := find("<|message|>", "<|channel|>", "<|start|>", "<|end|>"):
+        return Channels(tokenizer, *ids)
+    if ids := find("<think>", "</think>"):
+        return Thoughts(*ids)
+    return None
+
 
 class ReasoningStream:
     """Gives reasoning and content of growing tokens piece by piece, as `TextStream` does for a text.
 
-    The model's control tokens part the two: the channels of gpt-oss, <think> of Qwen3 and DeepSeek. All is content for
-    other models. Stop strings apply to the content.
+    The model's control tokens part the two, in the prompt too. All is content if the model has none. Stop strings apply
+    to the content alone: a reasoning may well repeat words of the question at which an answer is to stop.
 
     Attributes:
         num_tokens: tokens read so far. The last may hold a stop string and more.
@@ -24,17 +86,53 @@ class ReasoningStream:
         *,
         prompt_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
+        includes_stop: bool = False,
     ):
-        self._content = TextStream(tokenizer, stops, prompt_ids=prompt_ids, skip_special_tokens=skip_special_tokens)
-        self.num_tokens, self.is_stopped = 0, False
+        self.num_tokens = 0
+        self._splitter = make_splitter(tokenizer)
+        self._ids: dict[str, list[int]] = {REASONING: [], CONTENT: []}
+        self._streams: dict[str, TextStream] = {
+            part: TextStream(
+                tokenizer,
+                stops if part == CONTENT else (),
+                prompt_ids=prompt_ids,
+                skip_special_tokens=skip_special_tokens,
+                includes_stop=includes_stop,
+            )
+            for part in self._ids
+        }
+        if self._splitter is not None:
+            marked = [i for i, token_id in enumerate(prompt_ids) if token_id in self._splitter.marks]
+            for token_id in prompt_ids[marked[-3:][0] :] if marked else ():  # a message has three before its text
+                self._splitter.part_of(token_id)
 
-    def extend(self, token_ids: list[int], *, is_last: bool) -> tuple[str, str]:
+    @property
+    def is_stopped(self) -> bool:
+        return self._streams[CONTENT].is_stopped
+
+    def extend(self, token_ids: Sequence[int], *, is_last: bool) -> tuple[str, str]:
         """The next piece of reasoning and of content; both may be empty.
 
         Args:
             token_ids: all tokens so far.
             is_last: no more come, so nothing is kept back.
         """
-        content = self._content.extend(token_ids, is_last=is_last)
-        self.num_tokens, self.is_stopped = self._content.num_tokens, self._content.is_stopped
-        return "", content
+        pieces: dict[str, str] = {REASONING: "", CONTENT: ""}
+        part_of = self._splitter.part_of if self._splitter else lambda _: CONTENT
+        new = () if self.is_stopped else token_ids[self.num_tokens :]
+        for part, run in itertools.groupby(new, part_of):
+            ids = list(run)
+            if part is None:
+                self.num_tokens += len(ids)
+                continue
+            stream = self._streams[part]
+            start = stream.num_tokens
+            self._ids[part] += ids
+            pieces[part] += stream.extend(self._ids[part], is_last=False)
+            self.num_tokens += stream.num_tokens - start
+            if stream.is_stopped:
+                break
+        if is_last:
+            for part, stream in self._streams.items():
+                pieces[part] += stream.extend(self._ids[part], is_last=True)
+        return pieces[REASONING], pieces[CONTENT]

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from lib.checkpoint import Checkpoint, CheckpointError, one_line
 from lib.families import read_config
@@ -121,26 +122,21 @@ def _of_each_head(read: Callable[[], np.ndarray], config: LlamaConfig, part: int
 
 
 def _folder_tokenizer(folder: Path, config: Fields, generation: Fields) -> Tokenizer:
-    def read(name: str) -> Fields:
-        return read_json(folder / name) if (folder / name).is_file() else Fields({})
-
-    settings = read("tokenizer_config.json")
-    template = settings.get("chat_template", None)
-    if isinstance(template, list):  # named templates
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    if (folder / "chat_template.jinja").is_file():
-        template = (folder / "chat_template.jinja").read_text()
-    special_tokens = {}
-    for name in ("bos_token", "eos_token"):
-        token = settings.get(name, "")
-        special_tokens[name] = Fields(token).text("content") if isinstance(token, dict) else settings.text(name, "")
+    # Its class also depends on these fields of the config, which has been checked.
+    family = AutoConfig.for_model(config.text("model_type"), tokenizer_class=config.get("tokenizer_class", None))
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        loaded = AutoTokenizer.from_pretrained(folder, config=family, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises no narrower class
-        raise CheckpointError(f"{folder / 'tokenizer.json'} cannot be read: {one_line(error)}.") from error
-    return Tokenizer(
-        tokenizer,
-        eos_ids(config, generation, tokenizer.token_to_id(special_tokens["eos_token"])),
-        template if isinstance(template, str) else None,
-        special_tokens,
-    )
+        message = f"{type(error).__name__}: {one_line(error)[:300]}"
+        raise CheckpointError(f"The tokenizer of {folder} cannot be read: {message}.") from error
+    if not isinstance(loaded, PreTrainedTokenizerFast):
+        raise CheckpointError(f"{folder} has the tokenizer {type(loaded).__name__}; only fast ones are known here.")
+    tokenizer, template = loaded.backend_tokenizer, loaded.chat_template
+    if isinstance(tokenizer.decoder, tokenizers.decoders.CTC | tokenizers.decoders.BPEDecoder):
+        name = type(tokenizer.decoder).__name__
+        raise CheckpointError(f"{folder} has a tokenizer with the decoder {name}, which is not known here.")
+    if not isinstance(template, str | dict | None):
+        raise CheckpointError(f"The chat template of {folder} must be a text; got {template!r:.60}.")
+    tokenizer.no_truncation()  # a file has them from training
+    tokenizer.no_padding()
+    return Tokenizer(tokenizer, eos_ids(config, generation, loaded.eos_token_id), template, loaded.special_tokens_map)

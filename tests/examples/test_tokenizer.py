@@ -1,15 +1,19 @@
 """examples/lib/tokenizer.py: tokens are those of transformers, and texts those of the tokenizer's own decoder."""
 
+import json
+
 import numpy as np
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lib.chat_template import ChatTemplate, ChatTemplateError
+from lib.checkpoint import CheckpointError, read_checkpoint
 from lib.text_stream import TextStream
 from lib.tokenizer import Tokenizer
-from tests.examples.tiny_tokenizers import CONTROL, KINDS, TEXT, THOUGHTS
+from tests.examples.tiny_checkpoint import write_checkpoint
+from tests.examples.tiny_tokenizers import CONTROL, KINDS, TEXT, THOUGHTS, sentencepiece
 
 TEMPLATE = (
     "<s>{% for m in messages %}<|{{ m.role }}|>\n{% if '</think>' in m.content %}{{ m.content.split('</think>')[1] }}"
@@ -169,6 +173,74 @@ def test_a_completion_begins_with_the_space_of_its_first_token(words):
     assert (stopped.is_stopped, stopped.num_tokens) == (True, 1)
     including = TextStream(words, [" Par"], prompt_ids=[0], includes_stop=True)
     assert including.extend([1, 0], is_last=False) == " Par"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A checkpoint with a tokenizer as Llama 2 has it."""
+    write_checkpoint(tmp_path, vocab_size=500)
+    write_files(tmp_path, sentencepiece(), bos_token="<s>", eos_token="</s>")
+    return tmp_path
+
+
+def write_files(folder, tokenizer, **settings):
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "LlamaTokenizer", "chat_template": TEMPLATE} | settings
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def test_truncation_and_padding_of_a_file_are_not_applied(folder):
+    expected = read_checkpoint(folder).tokenizer.encode("0123456789")
+    tokenizer = sentencepiece()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=50)
+    write_files(folder, tokenizer)
+    read = read_checkpoint(folder).tokenizer
+    assert read.encode("0123456789") == expected
+    assert len(read.encode_chat(["0123456789" * 9])[0]) > 90
+
+
+def test_a_folder_has_the_tokens_of_auto_tokenizer(folder):
+    ours, theirs = read_checkpoint(folder).tokenizer, AutoTokenizer.from_pretrained(folder)
+    assert ours.encode(TEXT) == theirs.encode(TEXT)
+    chats = conversations(4)
+    expected = theirs.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
+    assert ours.encode_conversations(chats) == expected
+    assert ours.special_tokens["eos_token"] == "</s>"
+
+
+def test_templates_are_found_where_transformers_finds_them(folder):
+    def template():
+        return read_checkpoint(folder).tokenizer.chat_template
+
+    assert template() == TEMPLATE
+    named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    write_files(folder, sentencepiece(), chat_template=named)
+    assert template() == {"default": "a", "tool_use": "b"}
+    (folder / "chat_template.jinja").write_text("c")
+    assert template() == "c"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("d")
+    assert template() == {"default": "c", "tool_use": "d"}
+    (folder / "additional_chat_templates" / "tool_use.jinja").unlink()
+    (folder / "chat_template.jinja").unlink()
+    write_files(folder, sentencepiece(), chat_template=5)
+    with pytest.raises(CheckpointError, match=r"The chat template of .* must be a text; got"):
+        template()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"model": {}}', "\0"])
+def test_a_broken_tokenizer_is_refused_in_one_sentence(folder, content):
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"The tokenizer of .* cannot be read: ") as error:
+        read_checkpoint(folder)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_decoder_that_looks_at_neighbours_is_refused(folder):
+    write_files(folder, sentencepiece(decoder=decoders.BPEDecoder()), tokenizer_class="PreTrainedTokenizerFast")
+    with pytest.raises(CheckpointError, match="the decoder BPEDecoder, which is not known here"):
+        read_checkpoint(folder)
 
 
 def test_control_tokens_in_a_prompt_are_text(tiny):

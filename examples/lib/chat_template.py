@@ -6,6 +6,7 @@ program: it reads JSON objects from stdin, first the template, then requests, an
 """
 
 import contextlib
+import importlib.util
 import json
 import os
 import queue
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 NUM_PROCESSES = 2  # so that one slow conversation does not keep all others waiting
-MOST_SECONDS = 10  # of processor time
+MOST_SECONDS = 10  # processor time
 MOST_SECONDS_OF_WAITING = 60  # for a process, and for its answer
 MOST_BYTES = 2**29
 MOST_CHARACTERS = 2**20  # that a template adds to a request
@@ -50,6 +51,8 @@ class ChatTemplate:
     """
 
     def __init__(self, template: str | dict[str, str], special_tokens: dict[str, Any], added_tokens: dict[str, bool]):
+        if importlib.util.find_spec("transformers") is None:
+            raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
         setup = {"template": template, "special_tokens": special_tokens, "added_tokens": added_tokens}
         self._setup = json.dumps(setup)
         # The last one used comes first, so that a second one starts only when it is needed.
@@ -98,7 +101,7 @@ class ChatTemplate:
                 process = _start(self._setup)
             answer = _ask(process, request)
         except BaseException:
-            # It may still give an answer, which would be that to the next request.
+            # A late answer would be read as the next request's.
             _end(process)
             self._free.put(None)
             raise

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lib.tokenizer import Tokenizer
 
-HALF = "\ufffd"  # stands for bytes that are no character
+HALF = "\ufffd"  # replaces bytes that are no character
 MOST_PENDING = 3  # bytes of a character that is not complete
 
 

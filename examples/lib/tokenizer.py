@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lib.chat_template import MARK_END, MARK_START, ChatTemplate, ChatTemplateError, Conversation
 from lib.text_stream import HALF, TextStream
 
-if TYPE_CHECKING:  # of the extra "examples": imported where it is used, so that --help works without
+if TYPE_CHECKING:  # the extra "examples": imported where it is used, so that --help works without
     import tokenizers
 
 
@@ -185,7 +185,7 @@ def _encode_within(encode: Callable[[list[str]], list[list[int]]], texts: list[s
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The bytes for which the characters of byte-level tokens stand: visible ones for themselves."""
+    """Character to byte in byte-level tokens: a visible character is its own byte."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     visible = {ord(character) for character in ByteLevel.alphabet() if ord(character) < 256}

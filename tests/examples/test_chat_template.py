@@ -13,6 +13,7 @@ import pytest
 
 from lib import chat_template
 from lib.chat_template import ChatTemplate, ChatTemplateError, RendererBusyError
+from lib.extras import missing_extra
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WRONG = {
@@ -34,7 +35,7 @@ SEEN = {
     "{{ enable_thinking }} {{ bos_token }}": "False <s>",
     "{{ 'absent' in messages[0] }}": "False",  # null in the request
 }
-HANGS = "{{ case**(case**case) }}"  # of constants, it would hang when it is compiled
+HANGS = "{{ case**(case**case) }}"  # constants would hang the compiler
 # One process renders all of them: `case` chooses.
 CASES = [*WRONG, *SEEN, HANGS, "{{ messages[0].content }}"]
 HELLO = [[{"role": "user", "content": "hello"}]]
@@ -176,6 +177,13 @@ def test_an_answer_that_was_not_read_is_given_to_no_other_chat(chats, monkeypatc
         with pytest.raises(KeyboardInterrupt):
             render(chats, CASES[-1], [[{"role": "user", "content": "secret"}]])
     assert render(chats, CASES[-1]) == ["hello"]
+
+
+def test_a_missing_package_is_named_by_the_program(monkeypatch):
+    monkeypatch.setattr(chat_template.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError) as raised:
+        ChatTemplate("", {}, {})
+    assert missing_extra(raised.value) == 'The package transformers is not installed: pip install ".[examples]"'
 
 
 def test_the_renderers_end_with_the_program():

@@ -1,4 +1,4 @@
-"""examples/lib/reasoning.py: reasoning and content are told apart by the model's control tokens, in any cuts."""
+"""examples/lib/reasoning.py: the model's control tokens part reasoning from content, however the tokens arrive."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""examples/lib/tokenizer.py: tokens are those of transformers, and texts those of the tokenizer's own decoder."""
+"""examples/lib/tokenizer.py: the tokens equal transformers', the texts equal the tokenizer's own decoder."""
 
 import json
 

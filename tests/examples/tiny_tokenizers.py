@@ -24,7 +24,7 @@ def byte_level(**options) -> Tokenizer:
 
 
 def sentencepiece(prepend_scheme="first", decoder=None) -> Tokenizer:
-    """As Llama 2 has it: a space is added to the beginning, and bytes stand for unknown characters."""
+    """As Llama 2 has it: a space is added to the beginning, and unknown characters become bytes."""
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer = trainers.BpeTrainer(
         vocab_size=480, limit_alphabet=50, special_tokens=["<unk>", *bytes_], show_progress=False

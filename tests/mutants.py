@@ -1066,6 +1066,20 @@ MUTANTS = (
         "tests/engine/test_engine_trouble.py::any_line",
     ),
     Mutant(
+        "engine: only Ctrl-C waits for the books",
+        "jaxpaged/_engine/interrupts.py",
+        'NAMES = "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGTERM", "SIGALRM", "SIGINT"',
+        'NAMES = ("SIGINT",)',
+        "tests/engine/test_engine_trouble.py::any_line",
+    ),
+    Mutant(
+        "engine: an exit while a slice is sent leaves it in the books",
+        "jaxpaged/_engine/runner.py",
+        "except BaseException:",
+        "except Exception:",
+        "tests/engine/test_engine_trouble.py::cannot_be_sent",
+    ),
+    Mutant(
         "engine: news are off the list before they are told",
         "jaxpaged/_engine/books.py",
         "        for request_id, rows in list(self._news.items()):",

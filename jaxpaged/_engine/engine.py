@@ -235,8 +235,9 @@ class Engine:
             raise ValueError("pass at least one prompt; got none.")
         with self._serving(prompts, each) as request_ids:
             rows = [row for request_id in request_ids for row in self._books.requests[request_id]]
-            self._runner.collector = collector = Collector(rows, self._runner.program.report_types)
+            collector = Collector(rows, self._runner.program.report_types)
             try:
+                self._runner.collector = collector
                 while any(row.finish_reason is None for row in rows):
                     self._runner.advance()
             finally:

@@ -1,26 +1,36 @@
-"""Ctrl-C while the host's books of an engine are written: it waits until they balance."""
+"""Signals while the host's books of an engine are written: their handlers wait until the books balance."""
 
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+
+# Handlers of these may raise: Ctrl-C, the end of a job, its preemption, a time limit. Windows lacks some.
+NAMES = "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGTERM", "SIGALRM", "SIGINT"
+SIGNALS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
 
 
 @contextlib.contextmanager
 def without_interrupts() -> Iterator[None]:
-    """Inside, SIGINT waits. At the end it goes to the handler that was there, which raises `KeyboardInterrupt`.
+    """Inside, the handlers in Python of these signals wait. At the end each runs once if its signal came.
 
     Never wait for the device inside. Other threads than the main one get no interrupts, and change no handlers.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    interrupts = []
-    signal.signal(signal.SIGINT, lambda *interrupt: interrupts.append(interrupt))
-    try:
+    held: dict[int, None] = {}  # in the order in which they came
+    with contextlib.ExitStack() as stack:
+        stack.callback(raise_each, held)
+        for number in SIGNALS:
+            if callable(handler := signal.getsignal(number)):
+                stack.callback(signal.signal, number, handler)
+                signal.signal(number, lambda number, frame: held.setdefault(number))
         yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if interrupts:
-            handler(*interrupts[0])
+
+
+def raise_each(numbers: Iterable[int]) -> None:
+    """Gives each signal to its handler, even if the handler of another raises."""
+    with contextlib.ExitStack() as stack:
+        for number in reversed([*numbers]):  # the stack calls the last one first
+            stack.callback(signal.raise_signal, number)

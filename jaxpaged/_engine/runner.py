@@ -159,7 +159,7 @@ class Runner:
                 # Copied to the device while the slice before it runs.
                 words = jax.device_put(pack(inbox), self.program.no_report.sharding)
                 sent.words = self.thread.submit(self.run, self.weights, words, sent)
-            except Exception:
+            except BaseException:
                 self.tier.lose(self.books.take_back().moves)
                 raise
             if not has_more:

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import gc
 import itertools
 import os
@@ -45,9 +46,11 @@ def read_tokens(outputs):
 @pytest.fixture(autouse=True)
 def interrupts():
     """SIGINT raises `KeyboardInterrupt`, also if pytest runs in the background, where a shell has it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = {which: signal.getsignal(which) for which in (signal.SIGINT, signal.SIGALRM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGINT, before)
+    for which, handler in before.items():
+        signal.signal(which, handler)
 
 
 @pytest.fixture(scope="module")
@@ -153,8 +156,8 @@ BOOKS |= {"num_open", "has_more", "wants_logprobs", "undisturbed", "_drop"}
 
 
 @contextlib.contextmanager
-def interrupted_at_line(number, functions, interrupt=lambda: signal.raise_signal(signal.SIGINT)):
-    """SIGINT before that line, counted from 0 over all that run in these functions of the engine."""
+def interrupted_at_line(number, functions, interrupt):
+    """Calls `interrupt` before that line, counted from 0 over all that run in these functions of the engine."""
     lines = iter(range(1_000_000))
 
     def trace(frame, event, arg):
@@ -175,10 +178,13 @@ def interrupted_at_line(number, functions, interrupt=lambda: signal.raise_signal
 @pytest.mark.skipif(
     threading.current_thread() is not threading.main_thread(), reason="only the main thread gets SIGINT"
 )
-def test_ctrl_c_before_any_line_of_the_books_loses_nothing(expected):
-    engine = shared_engine(16)
+@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGALRM], ids=["ctrl-c", "an alarm"])
+def test_a_signal_before_any_line_of_the_books_loses_nothing(expected, which):
+    signal.signal(which, signal.default_int_handler)
+    engine, interrupt = shared_engine(16), functools.partial(signal.raise_signal, which)
+    at_line = functools.partial(interrupted_at_line, interrupt=interrupt)
     number = 0
-    while was_interrupted(interrupted_at_line, number, BOOKS, engine, LONG, expected[:2]):
+    while was_interrupted(at_line, number, BOOKS, engine, LONG, expected[:2]):
         number += 7
     assert number > 200
     assert_ready(engine, expected)
@@ -273,19 +279,30 @@ def test_ctrl_c_while_step_returns_loses_nothing(expected):
     assert_ready(engine, expected)
 
 
-def test_interrupts_wait_for_the_end_and_find_the_handler_of_before():
-    handler, done = signal.getsignal(signal.SIGINT), []
+def test_interrupts_wait_for_the_end_and_find_the_handlers_of_before():
+    handled, done = [], []
+
+    def handle(number, frame):
+        handled.append(number)
+        raise KeyboardInterrupt
+
+    signals = signal.SIGALRM, signal.SIGINT
+    for which in signals:
+        signal.signal(which, handle)
 
     @without_interrupts()
     @without_interrupts()
     def work():
-        signal.raise_signal(signal.SIGINT)
+        for which in (*signals, signal.SIGALRM):
+            signal.raise_signal(which)
+        assert not handled
         done.append(1)
 
     with pytest.raises(KeyboardInterrupt):
         work()
     assert done
-    assert signal.getsignal(signal.SIGINT) is handler
+    assert handled == list(signals)
+    assert all(signal.getsignal(which) is handle for which in signals)
 
 
 class Failing:
@@ -365,8 +382,9 @@ def test_a_stream_that_is_left_leaves_nothing(expected):
     assert_ready(engine, expected)
 
 
-def test_a_slice_that_cannot_be_sent_loses_nothing(expected, monkeypatch):
-    engine, failures = shared_engine(16), [MemoryError("no room for an inbox")]
+@pytest.mark.parametrize("failure", [MemoryError("no room for an inbox"), SystemExit("no room for an inbox")])
+def test_a_slice_that_cannot_be_sent_loses_nothing(expected, monkeypatch, failure):
+    engine, failures = shared_engine(16), [failure]
 
     def failing(inbox):
         if failures:
@@ -378,7 +396,7 @@ def test_a_slice_that_cannot_be_sent_loses_nothing(expected, monkeypatch):
         if i == 1:
             engine.step()
     monkeypatch.setattr("jaxpaged._engine.runner.pack", failing)
-    with pytest.raises(MemoryError, match="no room for an inbox"):
+    with pytest.raises(type(failure), match="no room for an inbox"):
         engine.step()
     outputs = finish(engine)
     assert read_tokens(outputs[request_id] for request_id in sorted(outputs)) == expected

@@ -1159,13 +1159,6 @@ MUTANTS = (
         "tests/engine/test_books.py::kept_from_being_told",
     ),
     Mutant(
-        "engine: Ctrl-C in a lock is another error",
-        "jaxpaged/_engine/books.py",
-        "isinstance(interrupt := failure.__context__, KeyboardInterrupt)",
-        "(interrupt := None)",
-        "tests/engine/test_engine_trouble.py::another_error",
-    ),
-    Mutant(
         "drafts: a seat keeps the hidden state of a request that has left it",
         "jaxpaged/_engine/drafting.py",
         "jnp.where(self.owners == step.request_ids, self.owners, -1)",

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxpaged._engine.host_tier import Moves
-from jaxpaged._engine.interrupts import without_interrupts
+from jaxpaged._engine.interrupts import Latch, without_interrupts
 from jaxpaged._engine.records import RequestOutput, SamplingParams
 from jaxpaged._engine.requests import FINISH_REASONS, Row, make_output, make_rows, new_scores, new_tokens
 from jaxpaged._engine.state import Report
@@ -31,21 +31,13 @@ class Sent:
     words: Future[jax.Array] | None = None  # of its report
     began: float | None = None  # when the engine's thread called it
     ended: float | None = None  # when the device had finished it
+    has_returned: Latch = dataclasses.field(default_factory=Latch)  # set once `words` is done
     moves: Moves = dataclasses.field(default_factory=Moves)  # before it
     failure: Exception | None = None  # of these: the slice ran without them
 
     def result(self) -> jax.Array:
         assert self.words is not None
-        try:
-            return self.words.result()
-        except RuntimeError as failure:  # also of Python's lock, which Ctrl-C may leave in a state that `with` refuses
-            if isinstance(interrupt := failure.__context__, KeyboardInterrupt) and not self.has_failed_with(failure):
-                raise interrupt from None
-            raise
-
-    def has_failed_with(self, failure: Exception) -> bool:
-        assert self.words is not None
-        return self.words.done() and self.words.exception() is failure
+        return self.words.result()
 
 
 class Books:

@@ -1,4 +1,4 @@
-"""Signals while the host's books of an engine are written: their handlers wait until the books balance."""
+"""Signals while the host writes the books of an engine, or waits for its thread: nothing is left half done."""
 
 import contextlib
 import signal
@@ -34,3 +34,23 @@ def raise_each(numbers: Iterable[int]) -> None:
     with contextlib.ExitStack() as stack:
         for number in reversed([*numbers]):  # the stack calls the last one first
             stack.callback(signal.raise_signal, number)
+
+
+class Latch:
+    """A flag that one thread sets and another waits for.
+
+    An interrupted `wait` changes nothing. In `threading.Event` and `concurrent.futures.wait` it may release a lock that
+    the other thread has, which ends that thread.
+    """
+
+    def __init__(self) -> None:
+        self.is_set, self._lock = False, threading.Lock()
+        self._lock.acquire()
+
+    def set(self, _: object = None) -> None:
+        self.is_set = True
+        self._lock.release()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it is set within this time."""
+        return self.is_set or self._lock.acquire(timeout=seconds)

@@ -2,10 +2,11 @@
 
 import dataclasses
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -68,6 +69,7 @@ class Runner:
         self._last_report = self.program.no_report
         # A call takes milliseconds. On a CPU, or if the model has a loop, it waits for its steps: this thread does.
         self.thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged"), os.getpid()
+        self._worker = self.thread.submit(threading.current_thread).result()
         # Another thread waits for the ends of slices. They are timed there: a caller may read them much later.
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged-watcher")
         self.on_slice_end: Callable[[], None] = do_nothing
@@ -90,7 +92,8 @@ class Runner:
     def state(self) -> State:
         """The state, once the slices under way are queued: what is read of it waits for them."""
         for sent in self.books.under_way:
-            sent.result()
+            if (failure := self.wait_for(sent)) is not None:
+                raise failure
         return self.state_of_slice
 
     @property
@@ -112,17 +115,17 @@ class Runner:
         )
 
     def check_usable(self) -> None:
+        if self._process != os.getpid():
+            raise RuntimeError(
+                "this engine was made before os.fork(), and its thread and its device stayed with the parent process. "
+                "Make engines in the process that uses them; start processes with multiprocessing's 'spawn'."
+            )
         if self._failure is not None:
             raise RuntimeError(
                 "this engine is lost: a slice failed, and took the caches with it, which were donated. Make another "
                 f"engine, and add the {self.books.num_unfinished} unfinished requests again. The failure was "
                 f"{type(self._failure).__name__}: {self._failure}"
             ) from self._failure
-        if self._process != os.getpid():
-            raise RuntimeError(
-                "this engine was made before os.fork(), and its thread and its device stayed with the parent process. "
-                "Make engines in the process that uses them; start processes with multiprocessing's 'spawn'."
-            )
 
     def advance(self) -> None:
         """Sends a slice, and reads those before it."""
@@ -137,7 +140,8 @@ class Runner:
             while len(self.books.under_way) > AHEAD:
                 self.receive()
             if not self.books.num_open:  # the caller may donate the weights now, which the slice behind the last reads
-                wait(sent.words for sent in self.books.under_way if sent.words is not None)
+                for sent in self.books.under_way:
+                    self.wait_for(sent)
 
     @without_interrupts()
     def _send(self) -> None:
@@ -159,6 +163,7 @@ class Runner:
                 # Copied to the device while the slice before it runs.
                 words = jax.device_put(pack(inbox), self.program.no_report.sharding)
                 sent.words = self.thread.submit(self.run, self.weights, words, sent)
+                sent.words.add_done_callback(sent.has_returned.set)
             except BaseException:
                 self.tier.lose(self.books.take_back().moves)
                 raise
@@ -196,27 +201,35 @@ class Runner:
             sent.ended = time.perf_counter()
             self.on_slice_end()
 
+    def wait_for(self, sent: Sent) -> BaseException | None:
+        """The failure of a slice's call, once that has returned."""
+        while not sent.has_returned.wait(1.0):
+            if self._worker not in threading.enumerate():  # not `is_alive`: Ctrl-C in it may declare a thread dead
+                self._failure = RuntimeError("the thread that runs its slices has ended")
+                self.check_usable()
+        assert sent.words is not None
+        return sent.words.exception()
+
     def receive(self) -> None:
         """Waits for the slice that was sent first, and takes what came of it. An interrupted wait changes nothing."""
         sent = self.books.under_way[0]
-        try:
-            report = self.read(sent.result())
-        except StateLostError as lost:
-            self._failure = lost.__cause__
+        if (failure := self.wait_for(sent)) is None:
+            # The slice came to pass: if this fails, the next call does it again.
+            self._take(self.read(sent.result()))
+            failure = sent.failure
+        elif isinstance(failure, StateLostError):
+            self._failure = failure.__cause__
             self.check_usable()
-        except Exception as failure:
-            if sent.has_failed_with(failure):  # else only the wait has: Ctrl-C in its locks may raise other errors
-                self._take_back()
-            raise
-        else:  # the slice came to pass: if this fails, the next call does it again
-            self._take(report)
-            if sent.failure is not None:
-                raise sent.failure
+        else:
+            self._take_back()
+        if failure is not None:
+            raise failure
 
     @without_interrupts()
     def _take_back(self) -> None:
         """A slice failed, and those behind it did not run: what went out with them goes out again."""
-        wait(sent.words for sent in self.books.under_way if sent.words is not None)
+        for sent in self.books.under_way:
+            self.wait_for(sent)
         while self.books.under_way:
             self.tier.lose(self.books.take_back().moves)
         self._unread_failure = None
@@ -225,8 +238,10 @@ class Runner:
         """The report in NumPy's arrays."""
         try:
             return unpack(np.asarray(words), self.program.report_types)
-        except Exception as failure:  # the call had returned by then, and the new state is as broken as the report
-            raise StateLostError from failure
+        except RuntimeError as failure:  # the call had returned by then, and the new state is as broken as the report
+            self._failure = failure
+            self.check_usable()
+            raise
 
     @without_interrupts()
     def _take(self, report: Report) -> None:

@@ -20,8 +20,9 @@ import pytest
 
 from jaxpaged import Engine, SamplingParams
 from jaxpaged._engine.books import Books
-from jaxpaged._engine.interrupts import without_interrupts
+from jaxpaged._engine.interrupts import Latch, without_interrupts
 from jaxpaged._engine.packing import pack
+from jaxpaged._engine.runner import Runner
 from tests import toy_model
 from tests.toy_model import (
     BLOCKS,
@@ -67,20 +68,19 @@ def assert_ready(engine, expected):
 
 def interrupt_waits(monkeypatch, number, raised=KeyboardInterrupt):
     """Ctrl-C while the engine waits for a slice, that number of waits from now: 0 is the one of the requests before."""
-    wait, waits = concurrent.futures.Future.result, iter(range(1_000_000))
+    wait, waits = Latch.wait, iter(range(1_000_000))
 
-    def result(future, timeout=None):
+    def interrupted_wait(latch, seconds):
         if next(waits) == number:
             raise raised
-        return wait(future, timeout)
+        return wait(latch, seconds)
 
-    monkeypatch.setattr(concurrent.futures.Future, "result", result)
+    monkeypatch.setattr(Latch, "wait", interrupted_wait)
 
 
-@pytest.mark.parametrize("raised", [KeyboardInterrupt, RuntimeError("cannot release un-acquired lock")])
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, TimeoutError("an alarm")])
 @pytest.mark.parametrize("number", [1, 3], ids=["the first slice", "one in the middle"])
 def test_an_interrupted_step_loses_no_token(expected, monkeypatch, number, raised):
-    # The second is what Ctrl-C in a lock of Python's may come out as.
     engine = shared_engine(16)
     requests = [engine.add_request(prompt, LONG) for prompt in PROMPTS]
     outputs, num_interrupts = {}, 0
@@ -88,24 +88,11 @@ def test_an_interrupted_step_loses_no_token(expected, monkeypatch, number, raise
     while engine.has_unfinished_requests:
         try:
             outputs |= {output.request_id: output for output in engine.step()}
-        except (KeyboardInterrupt, RuntimeError):
+        except (KeyboardInterrupt, TimeoutError):
             num_interrupts += 1
     assert num_interrupts == 1
     assert read_tokens(outputs[request] for request in requests) == expected
     assert {outputs[request].outputs[0].finish_reason for request in requests} == {"length"}
-    assert_ready(engine, expected)
-
-
-def test_ctrl_c_that_a_lock_of_pythons_makes_another_error_is_ctrl_c(expected, monkeypatch):
-    # `Condition.wait` has let go of its lock then, and `with` lets go of it again.
-    engine, error = shared_engine(16), RuntimeError("cannot release un-acquired lock")
-    error.__context__ = KeyboardInterrupt()
-    requests = [engine.add_request(prompt, LONG) for prompt in PROMPTS]
-    interrupt_waits(monkeypatch, 1, error)
-    with pytest.raises(KeyboardInterrupt):
-        finish(engine)
-    outputs = finish(engine)
-    assert read_tokens(outputs[request] for request in requests) == expected
     assert_ready(engine, expected)
 
 
@@ -156,13 +143,13 @@ BOOKS |= {"num_open", "has_more", "wants_logprobs", "undisturbed", "_drop"}
 
 
 @contextlib.contextmanager
-def interrupted_at_line(number, functions, interrupt):
-    """Calls `interrupt` before that line, counted from 0 over all that run in these functions of the engine."""
+def interrupted_at_line(number, functions, interrupt, files=("_engine/runner.py", "_engine/books.py")):
+    """Calls `interrupt` before that line, counted from 0 over all that run in these functions; None: in all."""
     lines = iter(range(1_000_000))
 
     def trace(frame, event, arg):
-        in_file = frame.f_code.co_filename.endswith(("_engine/runner.py", "_engine/books.py"))
-        is_ours = in_file and frame.f_code.co_name in functions
+        in_file = frame.f_code.co_filename.endswith(files)
+        is_ours = in_file and (functions is None or frame.f_code.co_name in functions)
         if event == "line" and is_ours and next(lines) == number:
             interrupt()
         return trace if is_ours else None
@@ -188,6 +175,33 @@ def test_a_signal_before_any_line_of_the_books_loses_nothing(expected, which):
         number += 7
     assert number > 200
     assert_ready(engine, expected)
+
+
+@pytest.mark.skipif(
+    threading.current_thread() is not threading.main_thread(), reason="only the main thread gets SIGINT"
+)
+def test_ctrl_c_in_any_lock_leaves_the_engines_thread_at_work(expected, monkeypatch):
+    engine, run = shared_engine(16), Runner.run
+    monkeypatch.setattr(Runner, "run", lambda *args: time.sleep(0.002) or run(*args))  # so that there are waits
+    files = "concurrent/futures/_base.py", "threading.py", "_engine/interrupts.py"
+    interrupt = functools.partial(signal.raise_signal, signal.SIGINT)
+    for number in range(0, 600, 5):
+        with contextlib.suppress(KeyboardInterrupt), interrupted_at_line(number, None, interrupt, files):
+            engine.generate(PROMPTS[:1], dataclasses.replace(LONG, max_tokens=1))
+        assert engine._runner.thread.submit(int).result(timeout=10) == 0, number
+    assert_ready(engine, expected)
+
+
+def test_an_engine_whose_thread_has_ended_says_so(monkeypatch):
+    with not_compiled():
+        engine = create_engine(exact=True)
+    request = engine.add_request(PROMPTS[0], LONG)
+    monkeypatch.setattr(concurrent.futures.Future, "set_exception", None)  # an error where the thread catches none
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"engine is lost.* the thread that runs its slices has ended"):
+            finish(engine)
+    with pytest.raises(RuntimeError, match="add the 1 unfinished requests again"):
+        engine.abort(request)
 
 
 @pytest.mark.parametrize(

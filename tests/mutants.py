@@ -1159,6 +1159,13 @@ MUTANTS = (
         "tests/engine/test_books.py::kept_from_being_told",
     ),
     Mutant(
+        "engine: slices that failed for deleted weights fail again with new ones",
+        "jaxpaged/_engine/runner.py",
+        "if find_deleted(self.weights) is not None:",
+        "if False:",
+        "tests/engine/test_engine_trouble.py::for_deleted_weights",
+    ),
+    Mutant(
         "drafts: a seat keeps the hidden state of a request that has left it",
         "jaxpaged/_engine/drafting.py",
         "jnp.where(self.owners == step.request_ids, self.owners, -1)",

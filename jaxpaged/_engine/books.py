@@ -75,9 +75,13 @@ class Books:
         return [*self.on_device.values(), *itertools.chain.from_iterable(sent.rows for sent in self.under_way)]
 
     @property
+    def num_unsettled(self) -> int:
+        """Requests that have not ended, or whose end was not told."""
+        return len(self.requests.keys() | self._news.keys())
+
+    @property
     def is_settled(self) -> bool:
-        """Whether every request has ended, and its end was told."""
-        return not self.requests and not self._news
+        return not self.num_unsettled
 
     @property
     def has_some_for_step(self) -> bool:

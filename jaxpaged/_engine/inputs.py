@@ -11,6 +11,11 @@ from jaxpaged._cache.kv_cache import KVCache
 
 def own(weights: Any) -> Any:
     """The same arrays in containers of our own: Flax's learners put other arrays into theirs."""
+    if (path := find_deleted(weights)) is not None:
+        raise ValueError(
+            f"weights must be arrays that are still there; the one at {path} was deleted, as jit does with arrays that "
+            "are donated to it. Pass the weights that your learner returned."
+        )
     for path, leaf in jax.tree.leaves_with_path(weights):
         if not hasattr(leaf, "dtype") and not isinstance(leaf, numbers.Number):
             raise ValueError(
@@ -19,6 +24,14 @@ def own(weights: Any) -> Any:
                 "`eqx.combine(weights, static)` in apply."
             )
     return jax.tree.map(lambda x: x, weights)
+
+
+def find_deleted(weights: Any) -> str | None:
+    """The path of an array that was deleted, for instance because it was donated; None: all are there."""
+    for path, leaf in jax.tree.leaves_with_path(weights):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            return jax.tree_util.keystr(path) or "its root"
+    return None
 
 
 def bytes_on_a_device(weights: Any) -> int:

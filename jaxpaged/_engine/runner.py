@@ -17,7 +17,7 @@ from jaxpaged._engine.books import Books, Sent
 from jaxpaged._engine.counting import counted
 from jaxpaged._engine.host_copies import HostCopies
 from jaxpaged._engine.host_tier import HostTier, Moves, NoHostTier
-from jaxpaged._engine.inputs import keys_and_values, own
+from jaxpaged._engine.inputs import find_deleted, keys_and_values, own
 from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.on_mesh import find_mesh, replicate
 from jaxpaged._engine.options import Options
@@ -189,8 +189,14 @@ class Runner:
         except Exception as failure:
             if any(leaf.is_deleted() for leaf in jax.tree.leaves((self.state_of_slice, self._last_report))):
                 raise StateLostError from sent.failure or failure
-            self._unread_failure = failure
-            raise
+            if (path := find_deleted(weights)) is None:
+                self._unread_failure = failure
+                raise
+            self._unread_failure = RuntimeError(
+                f"the engine's weights at {path} were deleted, as jit does with arrays that are donated to it. Pass "
+                "the new ones to update_weights, and go on: no request of add_request is lost."
+            )
+            raise self._unread_failure from failure
         return words
 
     def _watch(self, sent: Sent, words: jax.Array) -> None:
@@ -227,10 +233,8 @@ class Runner:
 
     @without_interrupts()
     def _take_back(self) -> None:
-        """A slice failed, and those behind it did not run: what went out with them goes out again."""
-        for sent in self.books.under_way:
-            self.wait_for(sent)
-        while self.books.under_way:
+        """If a slice failed, and so those after it did not run: what went out with them goes out again."""
+        while self.books.under_way and self.wait_for(self.books.under_way[-1]) is not None:
             self.tier.lose(self.books.take_back().moves)
         self._unread_failure = None
 
@@ -273,6 +277,11 @@ class Runner:
                 raise ValueError(f"adapters must be below the engine's {num_adapters=}; got adapters={adapter}.")
         if self.mesh is not None:
             weights = jax.device_put(weights, jax.tree.map(lambda x: x.sharding, self.weights))
+        if find_deleted(self.weights) is not None:  # slices that failed without them go out again, with the new ones
+            for sent in self.books.under_way:
+                self.wait_for(sent)
+            if self._unread_failure is not None:
+                self._take_back()
         with without_interrupts():
             self.books.version += 1
             self.books.forget(adapters)
@@ -282,10 +291,10 @@ class Runner:
         self.check_usable()
         if self._asleep:
             return
-        if not self.books.is_settled:
+        if self.books.num_unsettled:
             raise RuntimeError(
-                f"{len(self.books.requests)} requests are not finished. Call step until has_unfinished_requests is "
-                "False, or abort() before, and close every stream; then sleep."
+                f"{self.books.num_unsettled} requests are not finished, or their end was not returned. Call step until "
+                "has_unfinished_requests is False, or abort() before, and close every stream; then sleep."
             )
         while not self.books.is_device_empty:  # requests that were dropped
             self.advance()

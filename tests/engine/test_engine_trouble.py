@@ -13,12 +13,14 @@ import sys
 import threading
 import time
 import weakref
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxpaged import Engine, SamplingParams
+from jaxpaged._engine import books as books_module
 from jaxpaged._engine.books import Books
 from jaxpaged._engine.interrupts import Latch, without_interrupts
 from jaxpaged._engine.packing import pack
@@ -421,10 +423,47 @@ def test_a_failed_generate_leaves_nothing(expected):
     engine, donated = shared_engine(16), random_weights()
     engine.update_weights(donated)
     donated["head"].delete()
-    with pytest.raises(RuntimeError, match="deleted"):
+    with pytest.raises(RuntimeError, match=r"weights at \['head'\] were deleted.* update_weights") as caught:
         engine.generate(PROMPTS, LONG)
+    assert "deleted" in str(caught.value.__cause__)
     engine.update_weights(random_weights())
     assert_ready(engine, expected)
+
+
+def test_slices_that_failed_for_deleted_weights_are_sent_again_with_new_ones(expected):
+    engine, donated = shared_engine(16), random_weights()
+    requests = [engine.add_request(PROMPTS[0], LONG)]
+    engine.step()
+    engine.update_weights(donated)
+    donated["head"].delete()
+    requests += [engine.add_request(prompt, LONG) for prompt in PROMPTS[1:]]
+    engine.step()  # reads the slice before, and sends one that fails
+    engine.update_weights(random_weights())
+    outputs = finish(engine)
+    assert read_tokens(outputs[request] for request in requests) == expected
+    assert_ready(engine, expected)
+
+
+def test_deleted_weights_are_refused(expected):
+    engine, donated = shared_engine(16), random_weights()
+    donated["head"].delete()
+    for use in (engine.update_weights, lambda weights: create_engine(weights=weights, cache=())):
+        with pytest.raises(ValueError, match=r"the one at \['head'\] was deleted.* your learner returned"):
+            use(donated)
+    assert_ready(engine, expected)
+
+
+def test_sleep_counts_the_requests_whose_end_was_not_returned(monkeypatch):
+    engine = shared_engine(16)
+    for prompt in PROMPTS[:2]:
+        engine.add_request(prompt, dataclasses.replace(LONG, max_tokens=2))
+    monkeypatch.setattr(books_module, "make_output", mock.Mock(side_effect=[mock.Mock(), KeyboardInterrupt]))
+    with pytest.raises(KeyboardInterrupt):
+        finish(engine)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="2 requests are not finished, or their end was not returned"):
+        engine.sleep()
+    finish(engine)
 
 
 def test_a_slice_behind_a_failed_one_does_not_run(monkeypatch):

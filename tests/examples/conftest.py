@@ -1,9 +1,10 @@
+import threading
 from types import SimpleNamespace
 
 import pytest
 
 from lib.checkpoint import load_model, read_checkpoint
-from tests.examples.tiny_checkpoint import write_checkpoint
+from tests.examples.tiny_checkpoint import write_adapter, write_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +15,46 @@ def tiny(tmp_path_factory):
     read = read_checkpoint(path)
     model = load_model(read, "float32")
     return SimpleNamespace(path=path, tensors=tensors, config=read.config, tokenizer=read.tokenizer, model=model)
+
+
+@pytest.fixture(scope="session")
+def adapters(tmp_path_factory):
+    """Two adapters: their folders, and what they add to the tensors."""
+    folder = tmp_path_factory.mktemp("adapters")
+    layers = {
+        "small": (1, ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj")),
+        "large": (3, ("self_attn.k_proj", "mlp.up_proj", "mlp.down_proj")),
+    }
+    return {
+        name: (folder / name, write_adapter(folder / name, seed=rank, rank=rank, layers=of_one))
+        for name, (rank, of_one) in layers.items()
+    }
+
+
+@pytest.fixture(scope="session")
+def service(tiny, adapters):
+    """The tiny model and its adapters in an engine, for one server after the other."""
+    import serve
+    from tests.examples.serving import KEY, SIZES
+
+    options = ["--model", str(tiny.path), "--dtype=float32", f"--api-key={KEY}", "--max-body-bytes=5000", *SIZES]
+    options += [f"--adapter={name}={folder}" for name, (folder, _) in adapters.items()]
+    return serve.create_service(serve.parse_arguments(options))
+
+
+@pytest.fixture(scope="module")
+def server(service):
+    from tests.examples.serving import running
+
+    with running(service) as server:
+        yield server
+
+
+@pytest.fixture
+def gate(service, monkeypatch):
+    """The engine waits before each step while the gate is shut; `is_reached` says that it has come there."""
+    engine, gate, is_reached = service.engine._engine, threading.Event(), threading.Event()
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: is_reached.set() or (gate.wait(60) and step()))
+    yield SimpleNamespace(set=gate.set, is_reached=is_reached.is_set)
+    gate.set()

@@ -1,5 +1,6 @@
-"""lib/engine_thread.py behind a server: many short requests, and which completion a stop string ends."""
+"""lib/engine_thread.py behind a server: short requests, slow readers, busy event loops, stop strings."""
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -13,7 +14,12 @@ pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
 import serve
-from tests.examples.test_serve import KEY, SIZES, complete, running
+from benchmarks.engine import stand_in
+from benchmarks.engine.stand_in import StandIn
+from jaxpaged import Completion, RequestOutput, SamplingParams
+from lib import engine_thread
+from lib.engine_thread import EngineThread, Generation
+from tests.examples.serving import KEY, SIZES, complete, running
 
 REQUESTS = 60
 
@@ -56,3 +62,78 @@ def test_a_stop_string_ends_the_completion_of_its_own_prompt(server):
     stop = next(second[i : i + 2] for i in range(5, len(second)) if second[i : i + 2] not in first)
     answer = complete(server, **options, stop=stop)
     assert [choice.text for choice in answer.choices] == [first, second.partition(stop)[0]]
+
+
+def test_a_client_that_reads_slowly_holds_one_output_and_misses_no_token():
+    generation = Generation(2, [1, 1], [([1], SamplingParams())] * 2)
+    for count in (1, 2, 3):
+        completion = Completion([7] * count, None, "length" if count == 3 else None)
+        generation.tell(0, RequestOutput(0, [completion], count == 3))
+    generation.tell(1, RequestOutput(1, [Completion([8], None, "stop")], True))
+    assert len(generation.news) == 2
+
+    async def read():
+        return [(index, output.outputs[0].token_ids) async for index, output in generation.outputs()]
+
+    assert asyncio.run(read()) == [(0, [7, 7, 7]), (1, [8])]
+
+
+def test_a_finished_completion_of_an_open_request_is_not_under_way(service):
+    engine = EngineThread(service.engine._engine, most_completions=4)
+    generation = engine.open(4)
+    assert engine.num_open == 4
+    engine.start(generation, [([1], SamplingParams(n=3)), ([1], SamplingParams())])
+    completions = [Completion([1], None, reason) for reason in ("stop", "length", None)]
+    engine._deliver([(generation, 0, RequestOutput(0, completions, False))], engine.stats)
+    assert engine.num_open == 2
+    assert engine.open(2)
+
+
+def test_a_request_that_follows_an_answer_starts_with_the_next_slice(monkeypatch):
+    engine = StandIn(num_seats=2, steps_per_slice=1, tokens_per_s=10, vocab_size=300)  # slices of 0.2 seconds
+    thread, calls, step, add_request = EngineThread(engine, most_completions=4), [], engine.step, engine.add_request
+    monkeypatch.setattr(stand_in, "spared", lambda seconds: 0.9 * seconds)  # so that a busy machine is in time
+
+    def logged_step():
+        calls.append("step")
+        outputs = step()
+        calls.extend("end" for output in outputs if output.finished)
+        return outputs
+
+    monkeypatch.setattr(engine, "step", logged_step)
+    monkeypatch.setattr(engine, "add_request", lambda *args: calls.append("add") or add_request(*args))
+
+    async def answer(num_tokens):
+        generation = thread.open(1)
+        thread.start(generation, [([1], SamplingParams(max_tokens=num_tokens))])
+        async for _ in generation.outputs():
+            pass
+
+    async def ask():
+        async with thread.running():
+            other = asyncio.ensure_future(answer(9))
+            await answer(6)
+            await asyncio.sleep(0.02)  # the way to the client and back
+            await answer(1)
+            await other
+
+    asyncio.run(ask())
+    assert calls[calls.index("end") :][:3] == ["end", "add", "step"]
+
+
+def test_a_busy_event_loop_gets_several_tokens_at_once(monkeypatch):
+    monkeypatch.setattr(engine_thread, "LOOP_SHARE", 1e-9)  # whatever it does is too much
+    monkeypatch.setattr(engine_thread, "MOST_HELD_SECONDS", 0.5)
+    engine = StandIn(num_seats=1, steps_per_slice=1, tokens_per_s=50, vocab_size=300)
+    thread = EngineThread(engine, most_completions=1)
+
+    async def ask():
+        async with thread.running():
+            generation = thread.open(1)
+            thread.start(generation, [([1], SamplingParams(max_tokens=40))])
+            return [len(output.outputs[0].token_ids) async for _, output in generation.outputs()]
+
+    counts = asyncio.run(ask())  # of 0.8 seconds
+    assert (counts[0], counts[-1]) == (1, 40)
+    assert 3 <= len(counts) <= 6  # one more for each half second
+    assert not thread._held

@@ -1,0 +1,96 @@
+"""A server of examples/serve.py around a tiny model, and requests to it."""
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+
+import openai
+
+from lib.engine_thread import EngineThread
+from lib.http_server import Server, bind
+
+KEY, PROMPT = "secret", "The quick brown fox"
+LONG = dict(prompt="page", temperature=0, max_tokens=100)  # the answer is as long
+SIZES = [
+    "--num-seats=4",
+    "--chunk-tokens=16",
+    "--steps-per-slice=4",
+    "--block-size=8",
+    "--max-queue=6",
+    "--prefix-cache",
+]
+
+
+@contextlib.contextmanager
+def running(service, drain_seconds=30.0):
+    """A server around the engine of a service, which no other server uses meanwhile."""
+    engine = service.engine._engine
+    thread_of_engine = EngineThread(engine, most_completions=service.engine.most_completions)
+    service = dataclasses.replace(service, engine=thread_of_engine)
+    server = Server(service, drain_seconds=drain_seconds)
+    with bind("127.0.0.1", 0) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        wait_for(lambda: server.loop)
+        port = listener.getsockname()[1]
+        options = dict(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0)
+        try:
+            with openai.OpenAI(**options) as client:
+                yield SimpleNamespace(server=server, thread=thread, port=port, client=client, service=service)
+        finally:
+            if not service.engine.is_draining:
+                server.handle_exit(signal.SIGTERM, None)
+            thread.join(60)
+        assert not thread.is_alive()
+    if service.engine.failure is None:
+        assert not engine.has_unfinished_requests
+        assert service.engine.num_open == 0
+        assert int(engine._runner.state.allocator.num_free) == engine._options.num_blocks - 1
+
+
+def wait_for(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def ask(port, path="/v1/completions", body=None, **headers):
+    """A raw request: status, headers and content."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"} | headers
+    connection.request("GET" if body is None else "POST", path, body, headers)
+    with contextlib.closing(connection), connection.getresponse() as response:
+        return response.status, response.headers, response.read().decode()
+
+
+def complete(server, **options):
+    return server.client.completions.create(**dict(model="model", prompt=PROMPT, temperature=0) | options)
+
+
+def chat(server, content=PROMPT, **options):
+    messages = [{"role": "user", "content": content}]
+    return server.client.chat.completions.create(**dict(model="model", messages=messages, temperature=0) | options)
+
+
+def body(**fields):
+    return json.dumps(dict(model="model", prompt="a") | fields)
+
+
+def chat_body(**fields):
+    return json.dumps({"model": "model", "messages": [{"role": "user", "content": "a"}]} | fields)
+
+
+def head(path="/v1/completions", *lines):
+    lines = (f"POST {path} HTTP/1.1", "Host: here", f"Authorization: Bearer {KEY}", *lines)
+    return "\r\n".join((*lines, "Content-Type: application/json", "", "")).encode()

@@ -1,0 +1,192 @@
+"""Connections to examples/serve.py: clients that leave or close half of theirs, a full queue, draining, failures."""
+
+import contextlib
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+
+import openai
+
+import serve
+from lib import http_server
+from lib.service import Service
+from tests.examples.serving import KEY, LONG, SIZES, ask, body, complete, head, running, wait_for
+
+INTERRUPTIBLE = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background ignore it
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+def test_a_client_that_leaves_gives_its_blocks_back(server, gate, monkeypatch):
+    monkeypatch.setattr(http_server, "PROBE_SECONDS", 0.05)
+    engine = server.service.engine
+    before = engine.finished["abort"]
+    streams = [complete(server, **LONG, stream=True) for _ in range(2)]
+    gone = [ask_only(server.port, body(**LONG)) for _ in range(2)]
+    wait_for(lambda: sum(bool(generation.requests) for generation in list(engine._open)) == 4)  # they are sent
+    for client in (*streams, *gone):
+        client.close()
+    wait_for(lambda: not server.server.server_state.tasks)  # while the engine stands still
+    gate.set()
+    wait_for(lambda: engine.num_open == 0)
+    assert engine.finished["abort"] == before + 4
+    assert engine.stats.num_free_blocks == engine._engine._options.num_blocks - 1
+
+
+def ask_only(port, content):
+    """The connection of a client that has asked and reads no answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", content, headers)
+    return connection
+
+
+def read_all(connection):
+    """What comes until the server closes the connection."""
+    return b"".join(iter(lambda: connection.recv(4096), b"")).decode()
+
+
+@pytest.mark.parametrize("closes", [(), ("Connection: close",)])
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_half_closed_client_gets_its_answer(server, gate, monkeypatch, is_streamed, closes):
+    monkeypatch.setattr(http_server, "PROBE_SECONDS", 0.05)
+    content = body(max_tokens=4, stream=is_streamed).encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(head("/v1/completions", f"Content-Length: {len(content)}", *closes) + content)
+        connection.shutdown(socket.SHUT_WR)
+        wait_for(lambda: server.service.engine.num_open == 1)
+        time.sleep(0.2)  # of probes
+        gate.set()
+        answer = read_all(connection)
+    before, _, answer = answer.rpartition("HTTP/1.1 200 OK")
+    assert set(before.split("\r\n")) <= {"HTTP/1.1 100 ", "HTTP/1.1 100 Continue", ""}
+    assert answer.endswith("data: [DONE]\n\n\r\n0\r\n\r\n" if is_streamed else "}")
+    assert server.service.engine.num_open == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/health"])
+def test_a_body_of_two_lengths_is_refused_and_what_follows_is_not_read(server, path):
+    smuggled = b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: here\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        lengths = f"Content-Length: {len(smuggled)}", "Transfer-Encoding: chunked"
+        connection.sendall(head(path, *lengths) + smuggled)
+        answer = read_all(connection)
+    assert answer.startswith("HTTP/1.1 400 ")
+    assert answer.count("HTTP/1.1") == 1
+    assert "A request has Content-Length or Transfer-Encoding, not both." in answer
+
+
+def test_a_full_queue_says_when_to_come_again(server, gate):
+    streams = [complete(server, max_tokens=4, n=5, stream=True) for _ in range(2)]  # 4 seats, and 6 wait
+    status, headers, answer = ask(server.port, body=body())
+    assert (status, headers["Retry-After"]) == (429, "1")
+    assert json.loads(answer)["error"]["code"] == "queue_full"
+    gate.set()
+    assert all(list(stream)[-1].choices[0].finish_reason for stream in streams)
+    wait_for(lambda: server.service.engine.num_open == 0)
+    assert complete(server, max_tokens=1).choices
+
+
+def test_draining_finishes_what_is_under_way_and_takes_nothing_new(service, gate):
+    with running(service) as server:
+        stream = complete(server, **LONG, stream=True)
+        server.server.handle_exit(signal.SIGTERM, None)
+        wait_for(lambda: server.service.engine.is_draining)
+        assert ask(server.port, "/health")[0] == 503
+        with pytest.raises(openai.InternalServerError, match="The server is shutting down"):
+            complete(server)
+        gate.set()
+        assert list(stream)[-1].choices[0].finish_reason == "length"
+        server.thread.join(60)
+        assert not server.thread.is_alive()
+
+
+@pytest.mark.usefixtures("server")  # the first sets up logging, which must not meet capfd's stderr
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_a_body_that_never_ends_does_not_delay_the_end(service, monkeypatch, capfd, num_signals):
+    monkeypatch.setattr(http_server, "FLUSH_SECONDS", 0.2 if num_signals == 1 else 60)
+    with running(service) as server, contextlib.ExitStack() as stack:
+        for _ in range(3):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60))
+            connection.sendall(head("/v1/completions", "Content-Length: 1000") + b"{")
+        wait_for(lambda: len(server.server.server_state.tasks) == 3)
+        server.server.handle_exit(signal.SIGTERM, None)
+        wait_for(lambda: server.service.engine.is_draining)
+        if num_signals == 2:
+            server.server.handle_exit(signal.SIGTERM, None)
+        server.thread.join(30)
+        assert not server.thread.is_alive()
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_an_interrupt_as_soon_as_it_serves_is_not_lost(tiny):
+    command = [sys.executable, "-c", INTERRUPTIBLE, serve.__file__, f"--model={tiny.path}", "--port=0", *SIZES[:-1]]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            lines = iter(process.stderr.readline, "")
+            assert any(line.startswith("Serving model at http://127.0.0.1:") for line in lines)
+            process.send_signal(signal.SIGINT)
+            rest = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
+    assert (process.returncode, rest) == (0, "Draining for at most 30 seconds.\n")
+
+
+def test_draining_aborts_what_takes_too_long(service, gate):
+    with running(service, drain_seconds=0.05) as server:
+        stream = complete(server, **LONG, stream=True)
+        wait_for(gate.is_reached)  # so the request has left the inbox
+        server.server.handle_exit(signal.SIGINT, None)
+        wait_for(lambda: not server.service.engine._inbox.empty())  # the abort
+        gate.set()
+        assert list(stream)[-1].choices[0].finish_reason == "abort"
+
+
+def test_draining_does_not_wait_for_a_prompt_that_is_read_too_long(service, monkeypatch):
+    read, encode = threading.Event(), Service._encode
+    monkeypatch.setattr(Service, "_encode", lambda self, ask: read.wait(60) and encode(self, ask))
+    with running(service, drain_seconds=0.05) as server:
+        engine, statuses = server.service.engine, []
+        client = threading.Thread(target=lambda: statuses.append(ask(server.port, body=body())[0]))
+        client.start()
+        wait_for(lambda: engine.num_open == 1)
+        server.server.handle_exit(signal.SIGTERM, None)
+        wait_for(lambda: engine.num_open == 0)
+        read.set()
+        client.join(60)
+        assert statuses == [503]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_engine_that_fails_ends_the_server(service, monkeypatch, error):
+    engine = service.engine._engine
+
+    def fail():
+        engine.abort()
+        monkeypatch.undo()
+        while engine.has_unfinished_requests:
+            engine.step()
+        try:
+            raise error("out of memory")
+        except RuntimeError as failure:  # as a lost engine does
+            raise RuntimeError("this engine is lost") from failure
+
+    with running(service) as server:
+        monkeypatch.setattr(engine, "step", fail)
+        with pytest.raises(openai.InternalServerError, match="The engine failed"):
+            complete(server)
+        server.thread.join(60)
+        assert not server.thread.is_alive()
+        assert str(server.service.engine.failure) == "out of memory"

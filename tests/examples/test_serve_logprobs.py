@@ -1,0 +1,105 @@
+"""Logprobs of examples/serve.py: of tokens, of the most likely ones, of an echoed prompt."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+
+from lib.text_stream import HALF
+from tests.examples.serving import PROMPT, chat, complete
+from tests.examples.tiny_checkpoint import VOCAB, greedy, next_logits
+
+
+def test_logprobs_are_those_of_the_tokens(server, tiny):
+    answer = complete(server, max_tokens=6, logprobs=0).choices[0]
+    prompt = tiny.tokenizer.encode(PROMPT)
+    tokens = greedy(tiny.tensors, prompt, 6)
+    for i, (token, logprob) in enumerate(zip(tokens, answer.logprobs.token_logprobs, strict=True)):
+        logits = next_logits(tiny.tensors, prompt + tokens[:i])
+        assert logprob == pytest.approx(logits[token] - np.logaddexp.reduce(logits), abs=1e-3)
+    assert answer.logprobs.tokens == [tiny.tokenizer.decode([token]) for token in tokens]
+    assert answer.logprobs.text_offset[0] == 0
+    content = chat(server, max_tokens=6, logprobs=True).choices[0].logprobs.content
+    streamed = chat(server, max_tokens=6, logprobs=True, stream=True)
+    pieces = [chunk.choices[0].logprobs.content for chunk in streamed]
+    entries = [entry for piece in pieces for entry in piece]
+    assert [entry.logprob for entry in entries] == pytest.approx([entry.logprob for entry in content], abs=1e-4)
+    assert [(entry.token, entry.bytes) for entry in entries] == [(entry.token, entry.bytes) for entry in content]
+    assert len(content) == 6
+
+
+def likely(tiny, tokens, count):
+    """By its text: the logprobs of the `count` most likely tokens after these, and of one more token."""
+    logits = next_logits(tiny.tensors, tokens[:-1])
+    logprobs = logits - np.logaddexp.reduce(logits)
+    order = [*np.argsort(-logits)[:count].tolist(), tokens[-1]]
+    return {tiny.tokenizer.decode([token]): pytest.approx(logprobs[token], abs=1e-3) for token in reversed(order)}
+
+
+def joined(pieces):
+    """The fields of logprobs of a completion's stream, each as one list."""
+    parts = [chunk.choices[0].logprobs.model_dump() for chunk in pieces]
+    return {
+        name: None if parts[0][name] is None else [entry for part in parts for entry in part[name]] for name in parts[0]
+    }
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_top_logprobs_are_those_of_the_model(server, tiny, count):
+    tokens = tiny.tokenizer.encode(PROMPT)
+    options = dict(temperature=1.5, seed=4, max_tokens=6, logprobs=count)  # so that others than the likeliest are drawn
+    found = complete(server, **options).choices[0].logprobs
+    for text, logprob, entries in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+        with_text = [token for token in range(VOCAB) if tiny.tokenizer.decode([token]) == text]
+        logits = next_logits(tiny.tensors, tokens)
+        logprobs = logits - np.logaddexp.reduce(logits)
+        tokens.append(min(with_text, key=lambda token: abs(logprobs[token] - logprob)))
+        assert entries == likely(tiny, tokens, count)
+    assert any(len(entries) > count for entries in found.top_logprobs)
+    assert joined(complete(server, stream=True, **options)) == found.model_dump()
+    options = dict(max_tokens=6, logprobs=True, top_logprobs=count)
+    chat(server, **options)  # its prompt is found by both that are compared, so that their last bits are equal
+    content = chat(server, **options).choices[0].logprobs.content
+    for entry in content:
+        assert entry.top_logprobs[0].model_dump() == entry.model_dump(exclude={"top_logprobs"})
+        assert len(entry.top_logprobs) == count
+        assert sorted(entry.top_logprobs, key=lambda other: -other.logprob) == entry.top_logprobs
+    assert joined(chat(server, stream=True, **options))["content"] == [entry.model_dump() for entry in content]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 5])
+@pytest.mark.parametrize("is_text", [True, False])
+def test_an_echo_has_the_logprobs_of_the_prompt(server, tiny, max_tokens, is_text):
+    """What lm-eval's local-completions asks for, several prompts at once; the second time they are cached."""
+    prompts = [PROMPT, "a", "The quick brown"]
+    ids = [tiny.tokenizer.encode(prompt) for prompt in prompts]
+    options = dict(prompt=prompts if is_text else ids, max_tokens=max_tokens, echo=True)
+    for _ in range(2):
+        answer = complete(server, logprobs=1, **options)
+        assert answer.usage.completion_tokens == sum(max_tokens for _ in prompts)
+        for prompt, choice in zip(ids, answer.choices, strict=True):
+            tokens, found = prompt + greedy(tiny.tensors, prompt, max_tokens), choice.logprobs
+            assert choice.text == tiny.tokenizer.decode(tokens)
+            assert choice.finish_reason == "length"
+            assert found.tokens == [tiny.tokenizer.decode([token]) for token in tokens]
+            assert found.token_logprobs[0] is found.top_logprobs[0] is None
+            for i in range(1, len(tokens)):
+                assert found.top_logprobs[i] == likely(tiny, tokens[: i + 1], 1)
+                assert found.token_logprobs[i] == found.top_logprobs[i][found.tokens[i]]
+            for begin, token in zip(found.text_offset, found.tokens, strict=True):
+                assert choice.text[begin:].startswith(token) or HALF in token
+    assert [choice.text for choice in complete(server, **options).choices] == [choice.text for choice in answer.choices]
+
+
+def test_a_streamed_echo_says_the_same(server):
+    options = dict(max_tokens=5, echo=True, n=2, temperature=1.0, seed=5)
+    whole = complete(server, logprobs=2, **options).choices
+    chunks = list(complete(server, logprobs=2, stream=True, **options))
+    for choice in whole:
+        own = [chunk for chunk in chunks if chunk.choices[0].index == choice.index]
+        assert "".join(chunk.choices[0].text for chunk in own) == choice.text
+        assert choice.text.startswith(PROMPT)
+        assert joined(own) == choice.logprobs.model_dump()
+    stopped = complete(server, max_tokens=30, echo=True, stop=[PROMPT[:3], whole[0].text[len(PROMPT) :][2:4]])
+    assert stopped.choices[0].text.startswith(PROMPT)  # a stop string in the prompt stops nothing

@@ -1,0 +1,117 @@
+"""Requests that examples/serve.py refuses."""
+
+import json
+
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+
+import openai
+
+from lib.openai_forms import read_ask
+from tests.examples.serving import KEY, ask, body, chat_body, complete
+
+REFUSED = [
+    ("", 400, "must be a JSON object"),
+    ("[1]", 400, "must be a JSON object"),
+    ("[" * 4000, 400, "must be a JSON object"),
+    (b"\xff{}", 400, "must be a JSON object"),
+    (f'{{"model": "model", "prompt": "a", "seed": {"1" * 4500}}}', 400, "must be a JSON object"),
+    ('{"model": "model"}', 400, "The field 'prompt' is missing."),
+    (body(model="gpt-9"), 404, "The model 'gpt-9' does not exist here"),
+    (body(model=7), 400, "model must be a text; got 7."),
+    (body(prompt=""), 400, "The prompt holds no token."),
+    (body(prompt=[]), 400, "prompt must be a text, a list of token ids, or a list of these."),
+    (body(prompt=[[1], [2.5]]), 400, "prompt must be a text, a list of token ids, or a list of these."),
+    (body(prompt=[1, 300]), 400, "prompt must hold token ids from 0 to 299."),
+    (body(prompt=["a"] * 11), 400, "at most 10 completions here; got 11."),
+    (body(prompt="\ud800"), 400, "prompt must be Unicode"),
+    (body(prompt="a" * 200), 400, "has 200 tokens and asks for 1 more; a request has at most 128 together here."),
+    (body(max_tokens=128), 400, "has 1 tokens and asks for 128 more; a request has at most 128 together here."),
+    (body(max_tokens=0), 400, "max_tokens must be a whole number from 1 to"),
+    (body(max_tokens=10**30), 400, "max_tokens must be a whole number from 1 to"),
+    (body(max_tokens=True), 400, "max_tokens must be a whole number from 1 to"),
+    (body(max_tokens="4"), 400, "max_tokens must be a whole number from 1 to"),
+    (body(temperature=float("nan")), 400, "temperature must be a number from 0 to 2; got nan."),
+    (body(temperature=-1), 400, "temperature must be a number from 0 to 2; got -1."),
+    (body(temperature=10**400), 400, "temperature must be a number from 0 to 2; got 1000"),
+    (body(top_p=1.01), 400, "top_p must be a number from 0 to 1; got 1.01."),
+    (body(top_k=-2), 400, "top_k must be a whole number from -1 to 300; got -2."),
+    (body(seed=2**63), 400, "seed must be a whole number from -9223372036854775808 to 9223372036854775807"),
+    (body(n=0), 400, "n must be a whole number from 1 to 16; got 0."),
+    (body(stop=["a"] * 5), 400, "stop must be a text or at most 4 texts"),
+    (body(stop=""), 400, "stop must be a text or at most 4 texts"),
+    (body(best_of=2), 400, "best_of is not supported here; leave it out."),
+    (body(echo=1), 400, "echo must be true or false; got 1."),
+    (body(logit_bias={"1": 5}), 400, "logit_bias is not supported here; leave it out."),
+    (body(**{"a\n\ud800": 1}), 400, r"'a\n\ud800' is not supported here; leave it out."),
+    (body(logprobs=6), 400, "logprobs must be a whole number from 0 to 5; got 6."),
+    (body(logprobs=True), 400, "logprobs must be a whole number from 0 to 5; got True."),
+    (body(top_logprobs=1), 400, "top_logprobs is not supported here; leave it out."),
+    (body(stream_options={"include_usage": True}), 400, "stream_options goes with stream."),
+    (body(stream="yes"), 400, "stream must be true or false; got 'yes'."),
+    ("x" * 5001, 413, "The body must be at most 5000 bytes."),
+]
+
+
+REFUSED_CHATS = [
+    (body(), "prompt is not supported here; leave it out."),
+    (chat_body(logprobs=True, top_logprobs=6), "top_logprobs must be a whole number from 0 to 5; got 6."),
+    (chat_body(top_logprobs=1), "top_logprobs goes with logprobs: true."),
+    (chat_body(logprobs=1), "logprobs must be true or false; got 1."),
+    (chat_body(echo=True), "echo is not supported here; leave it out."),
+    (json.dumps({"model": "model", "messages": []}), "messages must be a list of at least one message."),
+    (json.dumps({"model": "model", "messages": ["hi"]}), "expected a JSON object; got 'hi'."),
+    (json.dumps({"model": "model", "messages": [{"role": "user"}]}), "The field 'content' is missing."),
+    (
+        json.dumps({"model": "model", "messages": [{"role": "tool", "content": "a"}]}),
+        "role must be one of developer, system, user, assistant; got 'tool'.",
+    ),
+    (
+        json.dumps({"model": "model", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+        "content must be a text, or a list of parts of the type text.",
+    ),
+]
+
+
+def test_what_clients_of_openai_and_vllm_send_is_read():
+    ask = read_ask(body(seed=-1, top_k=-1).encode(), model="model", is_chat=False, vocab_size=300)
+    assert (ask.params.seed, ask.params.top_k) == (2**32 - 1, 0)
+    chat = json.dumps({"model": "model", "messages": [{"role": "developer", "content": "a"}]}).encode()
+    ask = read_ask(chat, model="model", is_chat=True, vocab_size=300)
+    assert read_ask(b'{"prompt": "a"}', model="model", is_chat=False, vocab_size=300).prompts == ["a"]
+    assert ask.messages == [{"role": "system", "content": "a"}]
+
+
+def test_what_cannot_be_answered_is_refused_in_one_sentence(server, capfd):
+    refused = [("/v1/completions", *row) for row in REFUSED]
+    refused += [("/v1/chat/completions", content, 400, message) for content, message in REFUSED_CHATS]
+    refused += [("/v1/nothing", "{}", 404, "Not Found."), ("/health", "{}", 405, "Method Not Allowed.")]
+    for path, content, status, message in refused:
+        found, _, answer = ask(server.port, path, content)
+        error = json.loads(answer)["error"]
+        assert (found, message in error["message"]) == (status, True), (content[:100], answer)
+        assert error["message"].count("\n") == 0
+        assert error["message"].endswith(".")
+        assert error["type"] == "invalid_request_error"
+    assert ask(server.port, body=body(), **{"Content-Type": "text/plain"})[0] == 415
+    assert "GET" in ask(server.port, "/health", "{}")[1]["Allow"]
+    assert server.service.engine.num_open == 0
+    with pytest.raises(openai.BadRequestError, match="best_of is not supported"):
+        complete(server, best_of=2)
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_a_key_is_asked_for_where_there_is_one(server):
+    for path, content in (("/v1/completions", body()), ("/v1/models", None)):
+        for key in ("Bearer wrong", "", KEY, "Bearer \u00e9"):
+            status, _, answer = ask(server.port, path, content, Authorization=key)
+            assert status == 401
+            assert json.loads(answer)["error"]["code"] == "invalid_api_key"
+    assert ask(server.port, "/health", Authorization="")[0] == 200
+    assert [model.id for model in server.client.models.list()] == ["model", "small", "large"]
+    assert server.client.models.retrieve("model").id == "model"
+    with pytest.raises(openai.NotFoundError):
+        server.client.models.retrieve("other")
+    assert ask(server.port, "/v1/models", Authorization=f"bearer {KEY}")[0] == 200  # the scheme has no case

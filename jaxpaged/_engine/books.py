@@ -255,6 +255,8 @@ class Books:
             if row.given is not None:
                 continue
             row.take_tokens(tokens, logprobs, likely, version)
+            if report.num_cached is not None:
+                row.num_cached = int(report.num_cached[place])
             self._tell(row)
             num_generated += len(tokens)
         for place, scores in new_scores(report):

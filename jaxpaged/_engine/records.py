@@ -119,6 +119,8 @@ class RequestOutput:
             NaN while it is not computed. None if the request did not ask for them.
         prompt_top_logprobs: beside each of these, the most likely tokens, as in `Completion`; None for the first; empty
             while they are not computed.
+        num_cached_tokens: tokens of the prompt that the first completion found in the prefix cache when it began; 0
+            until then.
     """
 
     request_id: int
@@ -126,6 +128,7 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
+    num_cached_tokens: int = dataclasses.field(default=0, compare=False)  # it depends on earlier requests
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,6 +32,7 @@ class Row:
         span: where the tokens to score begin and end; (0, 0): none.
         place: the scheduler's number; None: it is not on the device, or the host has not read that it is.
         is_dropped: nobody is told of it any more.
+        num_cached: tokens found in the prefix cache when it began.
     """
 
     request_id: int
@@ -43,6 +44,7 @@ class Row:
     place: int | None = None
     is_aborted: bool = False
     is_dropped: bool = False
+    num_cached: int = 0
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
@@ -180,7 +182,7 @@ def make_output(request_id: int, rows: Sequence[Row]) -> RequestOutput:
         prompt_logprobs = [None, *first.scores.tolist()]
         prompt_top_logprobs = [None, *first.top_scores] if first.params.top_logprobs else None
     finished = all(row.finish_reason is not None for row in rows)
-    return RequestOutput(request_id, completions, finished, prompt_logprobs, prompt_top_logprobs)
+    return RequestOutput(request_id, completions, finished, prompt_logprobs, prompt_top_logprobs, first.num_cached)
 
 
 def completion_seed(seed: int, index: int) -> int:

@@ -125,6 +125,7 @@ def tell(setup: Setup, state: State, request_ids: jax.Array, refusals: jax.Array
         num_found=num_found(scheduler, state.allocator),
         num_recomputed=scheduler.num_recomputed,
         num_preempted=scheduler.num_preempted,
+        num_cached=None if scheduler.prefixes is None else jnp.array(scheduler.prefixes.num_found),
     )
     if setup.growth is not None:
         assert scheduler.prefixes is not None

@@ -119,6 +119,7 @@ class Report:
     num_found: jax.Array
     num_recomputed: jax.Array
     num_preempted: jax.Array
+    num_cached: jax.Array | None  # int32 [requests], as `Prefixes.num_found`; None: there is no prefix cache
     # For the host tier. None: there is none.
     serials: jax.Array | None = None  # int32 [blocks], of the blocks that the prefix cache lists, below zero if they
     # are free; 0: it does not list it

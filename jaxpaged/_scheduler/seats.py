@@ -45,8 +45,13 @@ def change_seats[S: SchedulerState](
     num_woken = woken_by_each(allocator, beginnings)
     scheduler, entered = planning.admit(scheduler, allocator, candidates, beginnings.num_blocks, num_woken)
     salts = prefixes.salts_of(planning.per_seat(scheduler, scheduler.sampling.adapter))
-    prefixes, allocator = begin(prefixes, allocator, entered, salts, planning.rows_of(beginnings, entered))
-    prefixes = dataclasses.replace(prefixes, is_due=jnp.zeros_like(prefixes.is_due))
+    beginnings = planning.rows_of(beginnings, entered)
+    prefixes, allocator = begin(prefixes, allocator, entered, salts, beginnings)
+    is_first = (entered < scheduler.num_seats) & (planning.per_seat(scheduler, prefixes.num_found) < 0)
+    num_found = prefixes.num_found.at[jnp.where(is_first, scheduler.seated, scheduler.max_requests)].set(
+        beginnings.num_found * allocator.block_size, mode="drop"
+    )
+    prefixes = dataclasses.replace(prefixes, num_found=num_found, is_due=jnp.zeros_like(prefixes.is_due))
     return dataclasses.replace(scheduler, prefixes=prefixes), allocator
 
 

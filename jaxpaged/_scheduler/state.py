@@ -27,6 +27,7 @@ class Prefixes:
             nothing is to be listed before the request leaves, more than there can be.
         left: int32 `[seats]`, the request that left the seat, whose blocks the row still holds; `max_requests`: none.
         findable: int32 `[requests]`, how many of its first tokens a request may find instead of computing them.
+        num_found: int32 `[requests]`, the tokens that each request found when it first began; -1: it has not begun.
         is_due: bool `[]`, whether `change_seats` may have something to do.
     """
 
@@ -36,6 +37,7 @@ class Prefixes:
     num_listed: jax.Array
     left: jax.Array
     findable: jax.Array
+    num_found: jax.Array
     is_due: jax.Array
 
     @classmethod
@@ -47,6 +49,7 @@ class Prefixes:
             num_listed=jnp.zeros(num_seats, jnp.int32),
             left=jnp.full(num_seats, max_requests, jnp.int32),
             findable=jnp.zeros(max_requests, jnp.int32),
+            num_found=jnp.full(max_requests, -1, jnp.int32),
             is_due=jnp.zeros((), jnp.bool_),
         )
 

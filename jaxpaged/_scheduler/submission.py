@@ -107,7 +107,8 @@ def submit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, new: Requ
     prompts = jnp.pad(new.prompts[:, :max_length], ((0, 0), (0, max(max_length - width, 0))))
     prefixes = scheduler.prefixes
     if prefixes is not None:
-        prefixes = dataclasses.replace(prefixes, findable=place(prefixes.findable, new.findable))
+        num_found = place(prefixes.num_found, jnp.full_like(new.findable, -1))
+        prefixes = dataclasses.replace(prefixes, findable=place(prefixes.findable, new.findable), num_found=num_found)
     scheduler = dataclasses.replace(
         planning.with_due(dataclasses.replace(scheduler, prefixes=prefixes), is_wanted.any()),
         tokens=place(scheduler.tokens, prompts),

@@ -27,6 +27,7 @@ def report(places=(), tokens=(), finished=()):
         logprobs=np.zeros(len(of), np.float32),
         likely=None,
         scores=SimpleNamespace(request_ids=nothing, positions=nothing, logprobs=nothing, is_best=nothing, likely=None),
+        num_cached=None,
     )
 
 

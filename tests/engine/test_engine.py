@@ -289,6 +289,24 @@ def test_equal_prompts_are_computed_once():
     assert others == (21 + 5 * 1, 5 * 20)
 
 
+def test_an_output_says_how_much_of_its_prompt_was_cached():
+    engine, greedy = shared_engine(16, prefix_cache=True), SamplingParams(temperature=0, max_tokens=8, n=2)
+    engine.update_weights(random_weights())
+    prompt = [*range(30, 8, -1)]
+    for expected in (0, 20):
+        (output,) = engine.generate([prompt], greedy)
+        assert output.num_cached_tokens == expected
+    # Preempted requests find their own blocks when they come back: these do not count.
+    prompts, before = [[i, *range(11)] for i in range(40, 46)], engine.stats()
+    with fewer_blocks(engine, TIGHT):
+        outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS - 12))
+    assert engine.stats().num_preempted > before.num_preempted
+    assert engine.stats().num_found > before.num_found
+    assert [output.num_cached_tokens for output in outputs] == [0] * len(prompts)
+    (output,) = shared_engine(16).generate([prompt], greedy)
+    assert output.num_cached_tokens == 0
+
+
 def test_completions_hold_the_blocks_of_their_prompt_together():
     engine = shared_engine(16, prefix_cache=True)
     request = engine.add_request([*range(7, 29)], SamplingParams(max_tokens=STEPS * 3, temperature=1.0, n=4))

@@ -4,8 +4,8 @@
     curl localhost:8000/v1/chat/completions -H "Content-Type: application/json" -d '
         {"messages": [{"role": "user", "content": "What is a page table?"}]}'
 
-`lib/engine_thread.py` is the part to copy: the thread that owns the engine. The HTTP around it is `lib/service.py` and
-`lib/http_server.py`; `docs/serving.md` explains them.
+`lib/engine_thread.py` is the part to copy: the thread that owns the engine. The HTTP around it is `lib/app.py`,
+`lib/completions.py` and `lib/http_server.py`; `docs/serving.md` explains them.
 """
 
 import argparse

@@ -1202,14 +1202,14 @@ MUTANTS = (
     ),
     Mutant(
         "server: a stop string ends the first completion",
-        "examples/lib/service.py",
-        "self.engine.end(generation, i, k)",
-        "self.engine.end(generation, i, 0)",
+        "examples/lib/pieces.py",
+        "service.engine.end(generation, i, k)",
+        "service.engine.end(generation, i, 0)",
         "tests/examples/test_serve.py::ends_one_completion",
     ),
     Mutant(
         "server: choices in the order of completions",
-        "examples/lib/service.py",
+        "examples/lib/pieces.py",
         "index = i * ask.params.n + k",
         "index = i + k * len(generation.requests)",
         "tests/examples/test_serve.py::in_the_order_of_the_prompts",

@@ -13,9 +13,11 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from lib.api_error import ApiError
+from lib.app import create_app
 from lib.command_line import RequestError, say
-from lib.openai_forms import ApiError
-from lib.service import COMMENT, Service
+from lib.completions import COMMENT
+from lib.service import Service
 
 FLUSH_SECONDS = 5  # in which clients take the last of their answers
 PROBE_SECONDS = 1
@@ -31,7 +33,7 @@ class Server(uvicorn.Server):
     def __init__(self, service: Service, *, drain_seconds: float, on_start: Callable[[], None] = lambda: None):
         options: dict[str, Any] = dict(loop="asyncio", http=Protocol, log_level="warning", access_log=False)
         options |= dict(timeout_graceful_shutdown=FLUSH_SECONDS + 2)  # never reached
-        super().__init__(uvicorn.Config(with_one_length(service.app()), **options))
+        super().__init__(uvicorn.Config(with_one_length(create_app(service)), **options))
         self.engine, self.drain_seconds, self.on_start = service.engine, drain_seconds, on_start
         self.engine.on_failure = self._exit
         self.loop: asyncio.AbstractEventLoop | None = None

@@ -1,4 +1,4 @@
-"""The forms of OpenAI's API: what a request may say, and what errors look like.
+"""The forms of OpenAI's API: what a request may say.
 
 https://platform.openai.com/docs/api-reference
 """
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpaged import SamplingParams
+from lib.api_error import ApiError
 from lib.fields import Fields
 
 MOST_N, MOST_PROMPTS, MOST_STOPS, MOST_STOP_CHARACTERS = 16, 64, 4, 200
@@ -37,22 +38,6 @@ FIXED: dict[str, tuple[Any, ...]] = {
 }
 # The roles of messages, and what the templates call them.
 ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant")}
-
-
-class ApiError(Exception):
-    """A refusal: one sentence for the client."""
-
-    def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: int = 0
-    ):
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
-        self.headers = {"Retry-After": str(retry_after)} if retry_after else {}
-
-    def body(self) -> dict[str, Any]:
-        kinds = {401: "authentication_error", 429: "rate_limit_error"}
-        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclasses.dataclass(frozen=True)

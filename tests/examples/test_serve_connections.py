@@ -18,8 +18,7 @@ pytest.importorskip("uvicorn")
 import openai
 
 import serve
-from lib import http_server
-from lib.service import Service
+from lib import completions, http_server
 from tests.examples.serving import KEY, LONG, SIZES, ask, body, complete, head, running, wait_for
 
 INTERRUPTIBLE = """
@@ -155,8 +154,8 @@ def test_draining_aborts_what_takes_too_long(service, gate):
 
 
 def test_draining_does_not_wait_for_a_prompt_that_is_read_too_long(service, monkeypatch):
-    read, encode = threading.Event(), Service._encode
-    monkeypatch.setattr(Service, "_encode", lambda self, ask: read.wait(60) and encode(self, ask))
+    read, encode = threading.Event(), completions.encode
+    monkeypatch.setattr(completions, "encode", lambda service, ask: read.wait(60) and encode(service, ask))
     with running(service, drain_seconds=0.05) as server:
         engine, statuses = server.service.engine, []
         client = threading.Thread(target=lambda: statuses.append(ask(server.port, body=body())[0]))

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
-from lib.service import PAGE_POLICY
+from lib.app import PAGE_POLICY
 from tests.examples.serving import ask, complete
 
 

@@ -1,0 +1,84 @@
+"""The application: its paths, and what errors are answered with."""
+
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from lib import completions, model_routes
+from lib.api_error import ApiError
+from lib.engine_metrics import metrics_text
+from lib.engine_thread import DrainingError, EngineFailedError, QueueFullError
+from lib.service import RETRY_SECONDS, Service
+
+PAGE = Path(__file__).with_name("serve_page.html")
+PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+
+Handler = Callable[[Service, Request], Awaitable[Response]]
+
+
+def create_app(service: Service) -> Starlette:
+    def route(path: str, handler: Handler, method: str = "GET") -> Route:
+        return Route(path, functools.partial(handler, service), methods=[method])
+
+    routes = [
+        route("/v1/completions", completions.complete, "POST"),
+        route("/v1/chat/completions", completions.chat, "POST"),
+        route("/v1/models", model_routes.list_models),
+        route("/v1/models/{model}", model_routes.show_model),
+        route("/health", health),
+        route("/metrics", metrics),
+        route("/", page),
+    ]
+    handlers: dict[Any, Any] = {
+        ApiError: refuse,
+        QueueFullError: refuse_for_now,
+        DrainingError: refuse_for_now,
+        ClientDisconnect: lambda request, error: Response(status_code=499),  # never read
+        HTTPException: refuse_path,
+        EngineFailedError: lambda request, error: refuse(request, ApiError(500, str(error))),
+        Exception: lambda request, error: refuse(request, ApiError(500, "The server failed.")),
+    }
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with service.engine.running():
+            yield
+
+    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+
+
+async def health(service: Service, request: Request) -> Response:
+    is_draining = service.engine.is_draining
+    return JSONResponse({"status": "draining" if is_draining else "ok"}, 503 if is_draining else 200)
+
+
+async def metrics(service: Service, request: Request) -> Response:
+    return PlainTextResponse(metrics_text(service.engine), media_type="text/plain; version=0.0.4")
+
+
+async def page(service: Service, request: Request) -> Response:
+    return HTMLResponse(PAGE.read_text(), headers={"Content-Security-Policy": PAGE_POLICY})
+
+
+def refuse(request: Request, error: ApiError) -> Response:
+    return JSONResponse(error.body(), error.status, headers=error.headers)
+
+
+def refuse_path(request: Request, error: HTTPException) -> Response:
+    body = ApiError(error.status_code, f"{error.detail}.").body()
+    return JSONResponse(body, error.status_code, headers=error.headers)
+
+
+def refuse_for_now(request: Request, error: Exception) -> Response:
+    if isinstance(error, QueueFullError):
+        message = "Too many requests are under way; try again soon."
+        return refuse(request, ApiError(429, message, code="queue_full", retry_after=RETRY_SECONDS))
+    return refuse(request, ApiError(503, "The server is shutting down.", code="draining", retry_after=RETRY_SECONDS))

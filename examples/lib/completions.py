@@ -1,0 +1,126 @@
+"""The routes that generate: a request is read, sent to the engine's thread, and answered whole or as a stream."""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from lib.api_error import ApiError
+from lib.chat_template import ChatTemplateError, RendererBusyError
+from lib.engine_thread import EngineFailedError
+from lib.openai_answers import Answer, Piece, event, make_usage
+from lib.openai_forms import USUAL_TOKENS, Ask, read_ask
+from lib.pieces import make_pieces
+from lib.service import RETRY_SECONDS, Service
+
+COMMENT = "jaxpaged.comment"  # in the scope of a stream: bytes between its chunks that clients skip
+
+
+async def complete(service: Service, request: Request) -> Response:
+    return await answer_to(service, request, is_chat=False)
+
+
+async def chat(service: Service, request: Request) -> Response:
+    return await answer_to(service, request, is_chat=True)
+
+
+async def answer_to(service: Service, request: Request, *, is_chat: bool) -> Response:
+    body = await service.read_body(request)
+    ask = read_ask(
+        body,
+        model=service.model,
+        adapters=service.adapters,
+        is_chat=is_chat,
+        vocab_size=service.checkpoint.config.vocab_size,
+        max_logprobs=service.max_logprobs,
+    )
+    num_completions = max(1, len(ask.prompts)) * ask.params.n
+    if num_completions > service.engine.most_completions:
+        most = service.engine.most_completions
+        raise ApiError(400, f"A request has at most {most} completions here; got {num_completions}.")
+    with contextlib.ExitStack() as ending:
+        generation = service.engine.open(num_completions)
+        ending.callback(service.engine.close, generation)
+        prompts = await unless_gone(request, asyncio.to_thread(encode, service, ask))
+        params = dataclasses.replace(ask.params, stop_token_ids=service.checkpoint.tokenizer.eos_ids)
+        limits = [max(num_new(service, ask, prompt), 1) for prompt in prompts]
+        requests = [(p, dataclasses.replace(params, max_tokens=m)) for p, m in zip(prompts, limits, strict=True)]
+        service.engine.start(generation, requests)
+        usage = make_usage(sum(map(len, prompts)))
+        answer = Answer(ask, num_completions, usage)
+        pieces = make_pieces(service, ask, generation, usage)
+        if not ask.is_streamed:
+            return JSONResponse(await unless_gone(request, answer.whole(pieces)))
+        return EventStream(events(answer, pieces), on_end=ending.pop_all().close)
+
+
+def encode(service: Service, ask: Ask) -> list[list[int]]:
+    """The tokens of each prompt. Runs in a thread, because it may take a while."""
+    tokenizer = service.checkpoint.tokenizer
+    if not ask.is_chat:
+        return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in ask.prompts]
+    if tokenizer.chat_template is None:
+        raise ApiError(400, "This model has no chat template; use /v1/completions.")
+    try:
+        return tokenizer.encode_conversations([ask.messages], allow_control_tokens=service.allow_control_tokens)
+    except ChatTemplateError as error:
+        raise ApiError(400, str(error), param="messages") from error
+    except RendererBusyError as error:
+        raise ApiError(503, str(error), code="overloaded", retry_after=RETRY_SECONDS) from error
+
+
+def num_new(service: Service, ask: Ask, prompt: list[int]) -> int:
+    """The most new tokens of a prompt."""
+    if not prompt:
+        raise ApiError(400, "The prompt holds no token.", param="prompt")
+    room = service.max_length - len(prompt)
+    usual = room if ask.is_chat else min(room, USUAL_TOKENS)
+    num_new = usual if ask.max_tokens is None else ask.max_tokens
+    if room < max(num_new, 1):
+        message = f"The prompt has {len(prompt)} tokens and asks for {max(num_new, 1)} more; a request has at most "
+        raise ApiError(400, f"{message}{service.max_length} together here.", code="context_length_exceeded")
+    return num_new
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. `on_end` is always called in the end, even if the client leaves."""
+
+    def __init__(self, content: AsyncIterator[str], *, on_end: Callable[[], None]):
+        super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[COMMENT] = b":\n\n"
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
+
+
+async def events(answer: Answer, pieces: AsyncIterator[Piece]) -> AsyncIterator[str]:
+    try:
+        async for chunk in answer.chunks(pieces):
+            yield event(chunk)
+    except EngineFailedError as error:
+        yield event(ApiError(500, str(error)).body())
+    else:
+        yield "data: [DONE]\n\n"
+
+
+async def unless_gone[Result](request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of the work. Cancels it and raises `ClientDisconnect` if the client leaves."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(request.receive())  # the body was read, so this can only be the end
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()

@@ -36,12 +36,12 @@ from lib.engine_thread import EngineThread
 from lib.llama_config import LlamaConfig
 from lib.tensor_parallel import spread
 
-if TYPE_CHECKING:  # of the extra "serve": imported where it is used, so that --help works without
+if TYPE_CHECKING:  # the extra "serve" is imported where it is used, so that --help works without
     from lib.service import Service
 
 API_KEY = "JAXPAGED_API_KEY"  # the environment variable
-MOST_TOKENS = 2048  # of a request by default
-MOST_LOGPROBS = 5  # by default: those that completions may ask for in OpenAI's API; chats may for 20
+MOST_TOKENS = 2048  # in a request, by default
+MOST_LOGPROBS = 5  # by default; OpenAI's API allows 5 in completions, and 20 in chats
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -103,6 +103,25 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         default=MOST_LOGPROBS,
         metavar="N",
         help="the most likely tokens that a request may ask for beside each of its tokens; default: %(default)s",
+    )
+    parser.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="what requests may name as their model; answers have the first; default: the file's or folder's name",
+    )
+    parser.add_argument(
+        "--allowed-origins",
+        nargs="+",
+        default=[],
+        metavar="ORIGIN",
+        help="let the scripts of web pages from there send requests; '*': from anywhere; default: none",
+    )
+    parser.add_argument("--log-requests", action="store_true", help="print a line for each POST request")
+    parser.add_argument(
+        "--enable-tokenizer-info-endpoint",
+        action="store_true",
+        help="answer /tokenizer_info, for clients that count tokens, such as lm-eval",
     )
     parser.add_argument("--prefix-cache", action="store_true", help="let requests share the blocks of equal beginnings")
     parser.add_argument(
@@ -186,13 +205,16 @@ def find_max_length(config: LlamaConfig, args: argparse.Namespace, num_blocks: i
 
 def create_service(args: argparse.Namespace) -> "Service":
     """Loads the model and compiles the engine. Raises `CheckpointError`."""
+    from lib.adapter_slots import AdapterSlots
+    from lib.openai_forms import MOST_STOP_IDS
     from lib.service import Service
 
     path = args.model or default_path()
     checkpoint = read_checkpoint(path)
-    names = model_name(path), *(name for name, _ in args.adapter)
+    served_names = args.served_model_name or [model_name(path)]
+    names = [*served_names, *(name for name, _ in args.adapter)]
     if len(set(names)) < len(names):
-        raise RequestError(f"--adapter needs a name of its own for each; got {', '.join(names)}.")
+        raise RequestError(f"Each --adapter and --served-model-name needs a name of its own; got {', '.join(names)}.")
     if args.adapter and args.tensor_parallel > 1:
         raise RequestError("--adapter is for one device; leave --tensor-parallel out.")
     if args.host_cache_mb and not args.prefix_cache:
@@ -229,20 +251,23 @@ def create_service(args: argparse.Namespace) -> "Service":
             num_adapters=len(args.adapter),
             drafts=args.drafts,
             max_logprobs=args.max_logprobs,
-            num_stop_ids=len(checkpoint.tokenizer.eos_ids),
+            num_stop_ids=len(checkpoint.tokenizer.eos_ids) + MOST_STOP_IDS,
             seed=secrets.randbits(32),
         )
     return Service(
         EngineThread(engine, most_completions=args.num_seats + args.max_queue),
         checkpoint,
-        model=names[0],
-        adapters=names[1:],
+        served_names=tuple(served_names),
+        adapters=AdapterSlots([name for name, _ in args.adapter]),
         max_length=max_length,
         max_logprobs=args.max_logprobs,
         api_key=args.api_key,
         max_body_bytes=args.max_body_bytes,
         allow_control_tokens=args.allow_control_tokens,
         sampling_defaults=read_sampling_defaults(args, checkpoint),
+        has_tokenizer_info=args.enable_tokenizer_info_endpoint,
+        allowed_origins=tuple(args.allowed_origins),
+        logs_requests=args.log_requests,
     )
 
 
@@ -259,7 +284,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         def on_start() -> None:
             signal.set_wakeup_fd(-1)  # from here on Ctrl-C drains; before, it ends the process at once
-            say(f"Serving {service.model} at http://{host}:{listener.getsockname()[1]}")
+            say(f"Serving {service.served_names[0]} at http://{host}:{listener.getsockname()[1]}")
 
         Server(service, drain_seconds=args.drain_seconds, on_start=on_start).run([listener])
     if service.engine.failure is not None:

@@ -1203,15 +1203,15 @@ MUTANTS = (
     Mutant(
         "server: a stop string ends the first completion",
         "examples/lib/pieces.py",
-        "service.engine.end(generation, i, k)",
-        "service.engine.end(generation, i, 0)",
+        "self._engine.end(self._generation, i, k)",
+        "self._engine.end(self._generation, i, 0)",
         "tests/examples/test_serve.py::ends_one_completion",
     ),
     Mutant(
         "server: choices in the order of completions",
         "examples/lib/pieces.py",
-        "index = i * ask.params.n + k",
-        "index = i + k * len(generation.requests)",
+        "index = i * self._ask.params.n + k",
+        "index = i + k * len(self._generation.requests)",
         "tests/examples/test_serve.py::in_the_order_of_the_prompts",
     ),
     Mutant(
@@ -1230,7 +1230,7 @@ MUTANTS = (
     ),
     Mutant(
         "server: a body may have two lengths",
-        "examples/lib/http_server.py",
+        "examples/lib/middleware.py",
         "<= names:",
         "< set():",
         "tests/examples/test_serve_connections.py::two_lengths",

@@ -58,7 +58,7 @@ def expected_tokens(prompts: list[str], options: list[str]) -> dict[str, list[in
 
 
 def metrics(values: str) -> dict[str, int]:
-    return {name: int(value) for name, value in re.findall(r"^jaxpaged_(\S+) (\d+)$", values, re.MULTILINE)}
+    return {name: int(float(value)) for name, value in re.findall(r"^jaxpaged_(\S+) (\S+)$", values, re.MULTILINE)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,21 +1,27 @@
 """The application: its paths, and what errors are answered with."""
 
+import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+import jaxpaged
 from lib import completions, model_routes
 from lib.api_error import ApiError
-from lib.engine_metrics import metrics_text
+from lib.engine_metrics import report_work
 from lib.engine_thread import DrainingError, EngineFailedError, QueueFullError
+from lib.middleware import REQUEST_ID_HEADER
 from lib.service import RETRY_SECONDS, Service
 
 PAGE = Path(__file__).with_name("serve_page.html")
@@ -32,11 +38,16 @@ def create_app(service: Service) -> Starlette:
         route("/v1/completions", completions.complete, "POST"),
         route("/v1/chat/completions", completions.chat, "POST"),
         route("/v1/models", model_routes.list_models),
-        route("/v1/models/{model}", model_routes.show_model),
+        route("/v1/models/{model:path}", model_routes.show_model),
+        route("/tokenize", model_routes.tokenize, "POST"),
+        route("/detokenize", model_routes.detokenize, "POST"),
+        route("/version", version),
         route("/health", health),
         route("/metrics", metrics),
         route("/", page),
     ]
+    if service.has_tokenizer_info:
+        routes.append(route("/tokenizer_info", model_routes.tokenizer_info))
     handlers: dict[Any, Any] = {
         ApiError: refuse,
         QueueFullError: refuse_for_now,
@@ -50,9 +61,21 @@ def create_app(service: Service) -> Starlette:
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with service.engine.running():
-            yield
+            reporting = asyncio.ensure_future(report_work(service.engine))
+            try:
+                yield
+            finally:
+                reporting.cancel()
 
-    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    middleware = []
+    if service.allowed_origins:
+        any_of_them: dict[str, Any] = dict(allow_methods=["*"], allow_headers=["*"], expose_headers=[REQUEST_ID_HEADER])
+        middleware.append(Middleware(CORSMiddleware, allow_origins=service.allowed_origins, **any_of_them))
+    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan, middleware=middleware)
+
+
+async def version(service: Service, request: Request) -> Response:
+    return JSONResponse({"version": jaxpaged.__version__})
 
 
 async def health(service: Service, request: Request) -> Response:
@@ -61,7 +84,7 @@ async def health(service: Service, request: Request) -> Response:
 
 
 async def metrics(service: Service, request: Request) -> Response:
-    return PlainTextResponse(metrics_text(service.engine), media_type="text/plain; version=0.0.4")
+    return Response(service.metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 async def page(service: Service, request: Request) -> Response:

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -13,9 +15,11 @@ from starlette.types import Receive, Scope, Send
 from lib.api_error import ApiError
 from lib.chat_template import ChatTemplateError, RendererBusyError
 from lib.engine_thread import EngineFailedError
+from lib.middleware import DETAILS, REQUEST_ID
 from lib.openai_answers import Answer, Piece, event, make_usage
 from lib.openai_forms import USUAL_TOKENS, Ask, read_ask
-from lib.pieces import make_pieces
+from lib.openai_messages import Conversation
+from lib.pieces import Pieces
 from lib.service import RETRY_SECONDS, Service
 
 COMMENT = "jaxpaged.comment"  # in the scope of a stream: bytes between its chunks that clients skip
@@ -30,48 +34,63 @@ async def chat(service: Service, request: Request) -> Response:
 
 
 async def answer_to(service: Service, request: Request, *, is_chat: bool) -> Response:
+    begin = time.perf_counter()
     body = await service.read_body(request)
     ask = read_ask(
         body,
-        model=service.model,
-        adapters=service.adapters,
+        names=service.names,
         is_chat=is_chat,
         vocab_size=service.checkpoint.config.vocab_size,
         max_logprobs=service.max_logprobs,
+        defaults=service.sampling_defaults,
     )
     num_completions = max(1, len(ask.prompts)) * ask.params.n
     if num_completions > service.engine.most_completions:
         most = service.engine.most_completions
-        raise ApiError(400, f"A request has at most {most} completions here; got {num_completions}.")
+        raise ApiError(400, f"A request has at most {most} completions here; got {num_completions}.", param="n")
     with contextlib.ExitStack() as ending:
+        ending.enter_context(service.adapters.using(ask.params.adapter))
         generation = service.engine.open(num_completions)
         ending.callback(service.engine.close, generation)
         prompts = await unless_gone(request, asyncio.to_thread(encode, service, ask))
-        params = dataclasses.replace(ask.params, stop_token_ids=service.checkpoint.tokenizer.eos_ids)
+        eos_ids = () if ask.ignores_eos else service.checkpoint.tokenizer.eos_ids
+        params = dataclasses.replace(ask.params, stop_token_ids=tuple({*eos_ids, *ask.params.stop_token_ids}))
         limits = [max(num_new(service, ask, prompt), 1) for prompt in prompts]
         requests = [(p, dataclasses.replace(params, max_tokens=m)) for p, m in zip(prompts, limits, strict=True)]
         service.engine.start(generation, requests)
         usage = make_usage(sum(map(len, prompts)))
-        answer = Answer(ask, num_completions, usage)
-        pieces = make_pieces(service, ask, generation, usage)
+        pieces = Pieces(service, ask, generation, usage, begin)
+        request.scope[DETAILS] = functools.partial(describe, ask, pieces)
+        answer = Answer(ask, prompts, usage, service.token_forms, request.scope[REQUEST_ID])
         if not ask.is_streamed:
-            return JSONResponse(await unless_gone(request, answer.whole(pieces)))
-        return EventStream(events(answer, pieces), on_end=ending.pop_all().close)
+            return JSONResponse(await unless_gone(request, answer.whole(aiter(pieces))))
+        return EventStream(events(answer, aiter(pieces)), on_end=ending.pop_all().close)
 
 
 def encode(service: Service, ask: Ask) -> list[list[int]]:
-    """The tokens of each prompt. Runs in a thread, because it may take a while."""
+    """The tokens of each prompt. Runs in a thread, because long prompts and templates are slow."""
+    if ask.conversation is not None:
+        return [encode_conversation(service, ask.conversation)]
+    encode_text = functools.partial(service.checkpoint.tokenizer.encode, add_special_tokens=ask.adds_special_tokens)
+    return [encode_text(prompt) if isinstance(prompt, str) else prompt for prompt in ask.prompts]
+
+
+def encode_conversation(service: Service, conversation: Conversation) -> list[int]:
+    """Raises `ApiError`."""
     tokenizer = service.checkpoint.tokenizer
-    if not ask.is_chat:
-        return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in ask.prompts]
     if tokenizer.chat_template is None:
         raise ApiError(400, "This model has no chat template; use /v1/completions.")
+    options = {field.name: getattr(conversation, field.name) for field in dataclasses.fields(conversation)}
+    messages = options.pop("messages")
     try:
-        return tokenizer.encode_conversations([ask.messages], allow_control_tokens=service.allow_control_tokens)
+        (tokens,) = tokenizer.encode_conversations(
+            [messages], allow_control_tokens=service.allow_control_tokens, **options
+        )
     except ChatTemplateError as error:
         raise ApiError(400, str(error), param="messages") from error
     except RendererBusyError as error:
         raise ApiError(503, str(error), code="overloaded", retry_after=RETRY_SECONDS) from error
+    return tokens
 
 
 def num_new(service: Service, ask: Ask, prompt: list[int]) -> int:
@@ -80,11 +99,20 @@ def num_new(service: Service, ask: Ask, prompt: list[int]) -> int:
         raise ApiError(400, "The prompt holds no token.", param="prompt")
     room = service.max_length - len(prompt)
     usual = room if ask.is_chat else min(room, USUAL_TOKENS)
+    name = "messages" if ask.is_chat else "prompt"
     num_new = usual if ask.max_tokens is None else ask.max_tokens
     if room < max(num_new, 1):
         message = f"The prompt has {len(prompt)} tokens and asks for {max(num_new, 1)} more; a request has at most "
-        raise ApiError(400, f"{message}{service.max_length} together here.", code="context_length_exceeded")
+        raise ApiError(400, f"{message}{service.max_length} together here.", param=name, code="context_length_exceeded")
     return num_new
+
+
+def describe(ask: Ask, pieces: Pieces) -> str:
+    """For the log."""
+    usage, ends = pieces.usage, ", ".join(pieces.finish_reasons) or "not finished"
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    prompt = f"{usage['prompt_tokens']} prompt tokens, {cached} of them cached"
+    return f", {ask.model}, {prompt}, {usage['completion_tokens']} new tokens, {ends}"
 
 
 class EventStream(StreamingResponse):

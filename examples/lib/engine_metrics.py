@@ -1,34 +1,129 @@
-"""The counts of an engine in Prometheus' text format.
+"""The counts of an engine and the times of completions, in Prometheus' text format."""
 
-https://prometheus.io/docs/instrumenting/exposition_formats/
-"""
+import asyncio
+import time
+from collections.abc import Iterator
 
+import prometheus_client
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from lib.command_line import say
 from lib.engine_thread import EngineThread
 
+REPORT_SECONDS = 10
+# Names and buckets are vLLM's, so that its dashboards draw them.
+FIRST_TOKEN_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0),
+    *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+prometheus_client.disable_created_metrics()  # a series more for each histogram
 
-def metrics_text(engine: EngineThread) -> str:
-    stats = engine.stats
-    families: list[tuple[str, str, str, int]] = [
-        ("running_requests", "gauge", "Completions that have a seat.", stats.num_running),
-        ("waiting_requests", "gauge", "Completions that wait for a seat.", max(0, engine.num_open - stats.num_running)),
-        ("most_requests", "gauge", "Completions that may run or wait.", engine.most_completions),
-        ("free_blocks", "gauge", "Blocks of the cache that are free.", stats.num_free_blocks),
-        ("blocks", "gauge", "Blocks of the cache, without the null block.", stats.num_blocks),
-        ("generated_tokens_total", "counter", "New tokens.", stats.num_generated),
-        ("drafted_tokens_total", "counter", "Tokens guessed.", stats.num_drafted),
-        ("accepted_tokens_total", "counter", "Guesses that became tokens.", stats.num_accepted),
-        ("computed_tokens_total", "counter", "Tokens computed, prompts included.", stats.num_computed),
-        ("found_tokens_total", "counter", "Tokens found in the prefix cache.", stats.num_found),
-        ("recomputed_tokens_total", "counter", "Tokens given up by preemption.", stats.num_recomputed),
-        ("preemptions_total", "counter", "Preemptions.", stats.num_preempted),
-        ("steps_total", "counter", "Steps of the model.", stats.num_steps),
-        ("refused_requests_total", "counter", "Requests refused because too many were under way.", engine.num_refused),
-    ]
-    lines = []
-    for name, kind, meaning, value in families:
-        lines += [f"# HELP jaxpaged_{name} {meaning}", f"# TYPE jaxpaged_{name} {kind}", f"jaxpaged_{name} {value}"]
-    name = "jaxpaged_finished_requests_total"
-    meaning = "Completions that ended; a stop string counts as abort."
-    lines += [f"# HELP {name} {meaning}", f"# TYPE {name} counter"]
-    lines += [f'{name}{{reason="{reason}"}} {engine.finished[reason]}' for reason in ("stop", "length", "abort")]
-    return "\n".join(lines) + "\n"
+
+class Metrics:
+    """Counts as they are when they are read, and histograms that `CompletionTimes` fills."""
+
+    def __init__(self, engine: EngineThread, model: str):
+        self._registry = prometheus_client.CollectorRegistry()
+        self._registry.register(EngineCounts(engine))
+        times = {
+            "time_to_first_token_seconds": ("From a request to its first token.", FIRST_TOKEN_BUCKETS),
+            "inter_token_latency_seconds": ("Between tokens; those that came together share the time.", TOKEN_BUCKETS),
+            "request_time_per_output_token_seconds": ("The mean of a completion's after its first.", TOKEN_BUCKETS),
+            "e2e_request_latency_seconds": ("From a request to the end of its completion.", REQUEST_BUCKETS),
+        }
+        self.first_token, self.between_tokens, self.per_token, self.whole = (
+            prometheus_client.Histogram(
+                f"vllm:{name}", meaning, ["model_name"], buckets=buckets, registry=self._registry
+            ).labels(model)
+            for name, (meaning, buckets) in times.items()
+        )
+
+    def text(self) -> bytes:
+        return prometheus_client.generate_latest(self._registry)
+
+
+class CompletionTimes:
+    """Fills the histograms with the times of one completion."""
+
+    def __init__(self, metrics: Metrics, begin: float):
+        self._metrics, self._begin = metrics, begin
+        self._num_tokens, self._first, self._last = 0, 0.0, 0.0
+
+    def add(self, num_tokens: int) -> None:
+        """So many new tokens are there."""
+        now = time.perf_counter()
+        if self._num_tokens == 0:
+            self._metrics.first_token.observe(now - self._begin)
+            self._first = now
+        else:
+            self._metrics.between_tokens.observe((now - self._last) / num_tokens)
+        self._num_tokens, self._last = self._num_tokens + num_tokens, now
+
+    def end(self) -> None:
+        if self._num_tokens > 1:
+            self._metrics.per_token.observe((self._last - self._first) / (self._num_tokens - 1))
+        self._metrics.whole.observe(time.perf_counter() - self._begin)
+
+
+class EngineCounts(Collector):
+    def __init__(self, engine: EngineThread):
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        engine, stats = self._engine, self._engine.stats
+        gauges = {
+            "running_requests": ("Completions that have a seat.", stats.num_running),
+            "waiting_requests": ("Completions that wait for a seat.", num_waiting(engine)),
+            "most_requests": ("Completions that may run or wait.", engine.most_completions),
+            "free_blocks": ("Blocks of the cache that are free.", stats.num_free_blocks),
+            "blocks": ("Blocks of the cache, without the null block.", stats.num_blocks),
+        }
+        counters = {
+            "generated_tokens": ("New tokens.", stats.num_generated),
+            "drafted_tokens": ("Tokens guessed.", stats.num_drafted),
+            "accepted_tokens": ("Guesses that became tokens.", stats.num_accepted),
+            "computed_tokens": ("Tokens computed, prompts included.", stats.num_computed),
+            "found_tokens": ("Tokens found in the prefix cache.", stats.num_found),
+            "recomputed_tokens": ("Tokens given up by preemption.", stats.num_recomputed),
+            "preemptions": ("Preemptions.", stats.num_preempted),
+            "steps": ("Steps of the model.", stats.num_steps),
+            "refused_requests": ("Requests refused because too many were under way.", engine.num_refused),
+        }
+        for name, (meaning, value) in gauges.items():
+            yield GaugeMetricFamily(f"jaxpaged_{name}", meaning, value=value)
+        for name, (meaning, value) in counters.items():
+            yield CounterMetricFamily(f"jaxpaged_{name}", meaning, value=value)
+        meaning = "Completions that ended; a stop string counts as abort."
+        finished = CounterMetricFamily("jaxpaged_finished_requests", meaning, labels=["reason"])
+        for reason in ("stop", "length", "abort"):
+            finished.add_metric([reason], engine.finished[reason])
+        yield finished
+
+
+def num_waiting(engine: EngineThread) -> int:
+    return max(0, engine.num_open - engine.stats.num_running)
+
+
+async def report_work(engine: EngineThread) -> None:
+    """Prints a line every ten seconds while there is work."""
+    before = engine.stats.num_generated
+    while True:
+        await asyncio.sleep(REPORT_SECONDS)
+        stats = engine.stats
+        if engine.num_open or stats.num_generated > before:
+            rate = (stats.num_generated - before) / REPORT_SECONDS
+            say(
+                f"{stats.num_running} running, {num_waiting(engine)} waiting, {rate:,.1f} tokens/s, "
+                f"{stats.num_free_blocks:,} of {stats.num_blocks:,} blocks free"
+            )
+        before = stats.num_generated

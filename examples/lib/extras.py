@@ -8,7 +8,7 @@ from pathlib import Path
 PIP = dict.fromkeys(
     ("gguf", "huggingface_hub", "jinja2", "safetensors", "tokenizers", "tqdm", "transformers"), '".[examples]"'
 )
-PIP |= dict.fromkeys(("h11", "starlette", "uvicorn"), '".[serve]"')
+PIP |= dict.fromkeys(("h11", "prometheus_client", "starlette", "uvicorn"), '".[serve]"')
 PIP |= {"gemma": "gemma", "tunix": "google-tunix"}
 
 

@@ -12,46 +12,71 @@ THETAS = 1, 1e30
 FACTORS = 1e-3, 1e9
 
 
+class MissingFieldError(KeyError):
+    """A required field is missing. `path` is its name after the names of the objects around it."""
+
+    def __init__(self, name: str, path: str):
+        super().__init__(name)
+        self.path = path
+
+
+class FieldError(ValueError):
+    """A field is wrong: the message is one clause for the user. `path` is as in `MissingFieldError`."""
+
+    def __init__(self, message: str, path: str):
+        super().__init__(message)
+        self.path = path
+
+
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """A field that is null is missing. Raises `KeyError` if a required field is missing, and `ValueError`, with one
-    clause for the user, if a field is wrong."""
+    """A field that is null is missing. Raises `MissingFieldError`, a `KeyError`, and `FieldError`, a `ValueError`.
+
+    Attributes:
+        values: the object.
+        within: where the object is: what the paths of its fields begin with, such as "messages[0].".
+    """
 
     values: dict[str, Any]
+    within: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, dict):
-            raise ValueError(f"expected a JSON object; got {_short(self.values)}")
+            raise FieldError(f"expected a JSON object; got {short(self.values)}", self.within.rstrip("."))
 
     def get(self, name: str, default: Any = REQUIRED) -> Any:
         value = self.values.get(name)
         if value is None and default is REQUIRED:
-            raise KeyError(name)
+            raise MissingFieldError(name, self.within + name)
         return default if value is None else value
 
     def whole(self, name: str, least: int, most: int, default: Any = REQUIRED) -> int:
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise ValueError(f"{name} must be a whole number from {least} to {most}; got {_short(value)}")
+        if not is_whole(value) or not least <= value <= most:
+            raise self.error(name, f"must be a whole number from {least} to {most}; got {short(value)}")
         return value
 
     def real(self, name: str, least: float, most: float, default: Any = REQUIRED) -> float:
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:  # nor NaN
-            raise ValueError(f"{name} must be a number from {least:g} to {most:g}; got {_short(value)}")
+            raise self.error(name, f"must be a number from {least:g} to {most:g}; got {short(value)}")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.get(name, default)
         if not isinstance(value, bool):
-            raise ValueError(f"{name} must be true or false; got {_short(value)}")
+            raise self.error(name, f"must be true or false; got {short(value)}")
         return value
 
     def text(self, name: str, default: Any = REQUIRED) -> str:
         value = self.get(name, default)
         if not isinstance(value, str):
-            raise ValueError(f"{name} must be a text; got {_short(value)}")
+            raise self.error(name, f"must be a text; got {short(value)}")
         return value
+
+    def error(self, name: str, clause: str) -> FieldError:
+        """That a field is wrong, as the clause says after the field's name."""
+        return FieldError(f"{name} {clause}", self.within + name)
 
 
 def read_json(file: Path) -> Fields:
@@ -61,6 +86,10 @@ def read_json(file: Path) -> Fields:
         raise ValueError(f"{file.name}: {error}") from error
 
 
-def _short(value: Any) -> str:
+def is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,4 +1,4 @@
-"""uvicorn with what it lacks here: it drains at SIGTERM, answers half-closed clients, and refuses ambiguous bodies."""
+"""uvicorn with what it lacks here: it drains at SIGTERM, and answers half-closed clients."""
 
 import asyncio
 import contextlib
@@ -9,14 +9,12 @@ from typing import Any
 
 import h11
 import uvicorn
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from lib.api_error import ApiError
 from lib.app import create_app
 from lib.command_line import RequestError, say
 from lib.completions import COMMENT
+from lib.middleware import with_one_length, with_request_ids
 from lib.service import Service
 
 FLUSH_SECONDS = 5  # in which clients take the last of their answers
@@ -33,7 +31,8 @@ class Server(uvicorn.Server):
     def __init__(self, service: Service, *, drain_seconds: float, on_start: Callable[[], None] = lambda: None):
         options: dict[str, Any] = dict(loop="asyncio", http=Protocol, log_level="warning", access_log=False)
         options |= dict(timeout_graceful_shutdown=FLUSH_SECONDS + 2)  # never reached
-        super().__init__(uvicorn.Config(with_one_length(create_app(service)), **options))
+        app = with_request_ids(with_one_length(create_app(service)), logs_requests=service.logs_requests)
+        super().__init__(uvicorn.Config(app, **options))
         self.engine, self.drain_seconds, self.on_start = service.engine, drain_seconds, on_start
         self.engine.on_failure = self._exit
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -111,20 +110,6 @@ class Protocol(H11Protocol):
         if not self.transport.is_closing():
             self.transport.write(self.conn.send(skipped))
             self.loop.call_later(PROBE_SECONDS, self._probe)
-
-
-def with_one_length(app: ASGIApp) -> ASGIApp:
-    """The application, but a request whose body has two lengths is refused: a proxy may have read the other one."""
-
-    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-        names = {name for name, _ in scope.get("headers", ())}
-        if {b"content-length", b"transfer-encoding"} <= names:
-            error = ApiError(400, "A request has Content-Length or Transfer-Encoding, not both.")
-            await JSONResponse(error.body(), error.status, headers={"Connection": "close"})(scope, receive, send)
-        else:
-            await app(scope, receive, send)
-
-    return checked
 
 
 def bind(host: str, port: int) -> socket.socket:

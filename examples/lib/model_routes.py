@@ -1,11 +1,17 @@
-"""The routes that describe the model."""
+"""The routes about the model: its names, its tokenizer, its adapters."""
 
+import asyncio
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from lib.api_error import ApiError
+from lib.completions import encode_conversation
+from lib.fields import Fields
+from lib.openai_fields import READ_IN_MESSAGES, refuse_others
+from lib.openai_forms import check_ids, read_form, read_model
+from lib.openai_messages import check_unicode, read_conversation
 from lib.service import Service
 
 
@@ -24,5 +30,65 @@ async def show_model(service: Service, request: Request) -> Response:
 
 
 def models(service: Service) -> list[dict[str, Any]]:
-    names = service.model, *service.adapters
-    return [{"id": name, "object": "model", "created": 0, "owned_by": "jaxpaged"} for name in names]
+    """In the form of vLLM, which adds the last three."""
+    first = service.served_names[0]
+    return [
+        {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "jaxpaged",
+            "root": first if slot is None else name,
+            "parent": None if slot is None else first,
+            "max_model_len": service.max_length,
+        }
+        for name, slot in service.names.items()
+    ]
+
+
+async def tokenize(service: Service, request: Request) -> Response:
+    """vLLM's: the tokens of a prompt or of messages."""
+    body = await service.read_body(request)
+
+    def read(fields: Fields) -> tuple[list[int], bool]:
+        read_model(fields, service.names)
+        wants_texts = fields.flag("return_token_strs", False)
+        if fields.get("messages", None) is None:
+            refuse_others(fields, {"model", "return_token_strs", "prompt", "add_special_tokens"}, {})
+            prompt = fields.text("prompt")
+            check_unicode(fields, "prompt", prompt)
+            adds_special_tokens = fields.flag("add_special_tokens", True)
+            return service.checkpoint.tokenizer.encode(prompt, add_special_tokens=adds_special_tokens), wants_texts
+        refuse_others(fields, {"model", "return_token_strs"} | READ_IN_MESSAGES, {"add_special_tokens": (False,)})
+        return encode_conversation(service, read_conversation(fields)), wants_texts
+
+    tokens, wants_texts = await asyncio.to_thread(read_form, body, read)
+    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_length, "tokens": tokens}
+    answer["token_strs"] = [service.token_forms.text(token) for token in tokens] if wants_texts else None
+    return JSONResponse(answer)
+
+
+async def detokenize(service: Service, request: Request) -> Response:
+    """vLLM's: the text of tokens."""
+    body = await service.read_body(request)
+
+    def read(fields: Fields) -> str:
+        read_model(fields, service.names)
+        refuse_others(fields, {"model", "tokens"}, {})
+        tokens = fields.get("tokens")
+        if tokens != []:
+            check_ids(fields, "tokens", tokens, service.checkpoint.config.vocab_size, "a list of token ids")
+        return service.checkpoint.tokenizer.decode(tokens, skip_special_tokens=False)
+
+    return JSONResponse({"prompt": await asyncio.to_thread(read_form, body, read)})
+
+
+async def tokenizer_info(service: Service, request: Request) -> Response:
+    """vLLM's, for lm-eval: what it needs of tokenizer_config.json."""
+    service.check_key(request)
+    tokenizer = service.checkpoint.tokenizer
+    names = {name: tokenizer.special_tokens.get(name) or None for name in ("bos_token", "eos_token")}
+    template = tokenizer.chat_template
+    template = template.get("default") if isinstance(template, dict) else template
+    info = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    return JSONResponse(names | info)

@@ -5,132 +5,163 @@ https://platform.openai.com/docs/api-reference
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxpaged import SamplingParams
 from lib.api_error import ApiError
-from lib.fields import Fields
+from lib.fields import FieldError, Fields, MissingFieldError, is_whole
+from lib.openai_fields import (
+    NEUTRAL,
+    NEUTRAL_IN_CHAT,
+    NEUTRAL_IN_TEXT,
+    READ,
+    READ_IN_CHAT,
+    READ_IN_TEXT,
+    refuse_others,
+)
+from lib.openai_messages import Conversation, check_unicode, read_conversation
 
-MOST_N, MOST_PROMPTS, MOST_STOPS, MOST_STOP_CHARACTERS = 16, 64, 4, 200
-USUAL_TOKENS = 16  # of a completion that says no max_tokens
-MOST_TOP_LOGPROBS, MOST_TOP_LOGPROBS_OF_CHAT = 5, 20
-
-KNOWN = {"model", "n", "stream", "stream_options", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop"}
-KNOWN |= {"logprobs"}
-KNOWN_OF_CHAT = KNOWN | {"messages", "max_completion_tokens", "top_logprobs"}
-KNOWN_OF_TEXT = KNOWN | {"prompt", "echo"}
-# These change no answer.
-IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
-# These would change it: only the values that change nothing are taken.
-FIXED: dict[str, tuple[Any, ...]] = {
-    "echo": (False,),
-    "best_of": (1,),
-    "suffix": ("",),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "top_logprobs": (0,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-}
-# The roles of messages, and what the templates call them.
-ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant")}
+MOST_N, MOST_PROMPTS, MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS = 16, 64, 32, 200, 16
+USUAL_TOKENS = 16  # without max_tokens, in a completion
 
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """What a client asks for.
+    """A request.
 
     Attributes:
         prompts: texts or token ids; empty in a chat.
-        messages: of a chat; empty in a completion.
+        conversation: of a chat; None in a completion.
         max_tokens: None: not said. 0: only the prompts are echoed.
+        stops: stop strings.
+        params: without `max_tokens` and the model's end-of-text tokens.
+        model: the model's first name, or the adapter's.
         is_echoed: whether an answer begins with its prompt.
-        params: without `max_tokens` and the stop ids.
-        model: the model's name, or the adapter's.
+        includes_usage: whether a stream ends with the usage; `has_usage_in_chunks`: every chunk has it.
+        includes_stop: whether the text includes the stop string or stop token that ended it.
+        returns_ids: whether the answer includes token ids.
     """
 
     prompts: list[str | list[int]]
-    messages: list[dict[str, str]]
+    conversation: Conversation | None
     max_tokens: int | None
     stops: tuple[str, ...]
     params: SamplingParams
-    is_streamed: bool
-    includes_usage: bool
-    is_echoed: bool
     model: str
+    is_streamed: bool = False
+    is_echoed: bool = False
+    includes_usage: bool = False
+    has_usage_in_chunks: bool = False
+    adds_special_tokens: bool = True
+    ignores_eos: bool = False
+    includes_stop: bool = False
+    skips_special_tokens: bool = True
+    returns_ids: bool = False
 
     @property
     def is_chat(self) -> bool:
-        return bool(self.messages)
+        return self.conversation is not None
 
 
-def read_ask(
-    body: bytes,
-    *,
-    model: str,
-    is_chat: bool,
-    vocab_size: int,
-    adapters: Sequence[str] = (),
-    max_logprobs: int = 0,
-) -> Ask:
-    """The request, which may name the model or one of its adapters. `max_logprobs`: the engine's.
-
-    Raises `ApiError` for a body that is not a valid request, or asks for something unsupported.
-    """
+def read_form[Form](body: bytes, read: Callable[[Fields], Form]) -> Form:
+    """Reads a JSON object with `read`. Raises `ApiError` if the body is none, or `read` refuses a field."""
     try:
         fields = Fields(json.loads(body))
     except (ValueError, RecursionError) as error:  # also of bytes that are no UTF-8, and numbers of too many digits
         raise ApiError(400, "The body must be a JSON object.") from error
     try:
-        named = fields.text("model", model)
-        if named not in (model, *adapters):
-            message = (
-                f"The model {named[:100]!r} does not exist here; there is {', '.join(map(repr, (model, *adapters)))}."
-            )
-            raise ApiError(404, message, param="model", code="model_not_found")
-        _refuse_others(fields, KNOWN_OF_CHAT if is_chat else KNOWN_OF_TEXT)
+        return read(fields)
+    except MissingFieldError as error:
+        raise ApiError(400, f"The field {error} is missing.", param=error.path) from error
+    except FieldError as error:
+        raise ApiError(400, f"{str(error).rstrip('.')}.", param=error.path) from error
+
+
+def read_model(fields: Fields, names: Mapping[str, int | None]) -> tuple[str, int | None]:
+    """The name and the adapter of the model that a request names, by default the first. Raises `ApiError`."""
+    first = next(iter(names))
+    named = fields.text("model", first)
+    if named not in names:
+        message = f"The model {named[:100]!r} does not exist here; there is {', '.join(map(repr, names))}."
+        raise ApiError(404, message, param="model", code="model_not_found")
+    adapter = names[named]
+    return (first if adapter is None else named), adapter
+
+
+def read_ask(
+    body: bytes,
+    *,
+    names: Mapping[str, int | None],
+    is_chat: bool,
+    vocab_size: int,
+    max_logprobs: int = 0,
+    defaults: Mapping[str, float] | None = None,
+) -> Ask:
+    """The request.
+
+    Args:
+        body: JSON.
+        names: what requests may name as their model; None for the model, or the number of an adapter.
+        is_chat: whether it has messages instead of a prompt.
+        vocab_size: the model's.
+        max_logprobs: the engine's.
+        defaults: of temperature, top_p and top_k.
+
+    Raises:
+        ApiError: the body is not a valid request, or has an unsupported field.
+    """
+
+    def read(fields: Fields) -> Ask:
+        model, adapter = read_model(fields, names)
+        if is_chat:
+            refuse_others(fields, READ | READ_IN_CHAT, NEUTRAL | NEUTRAL_IN_CHAT)
+        else:
+            refuse_others(fields, READ | READ_IN_TEXT, NEUTRAL | NEUTRAL_IN_TEXT)
         is_streamed = fields.flag("stream", False)
-        options = Fields(fields.get("stream_options", {}))
+        options = Fields(fields.get("stream_options", {}), "stream_options.")
         if options.values and not is_streamed:
-            raise ValueError("stream_options goes with stream")
+            raise fields.error("stream_options", "goes with stream")
         is_echoed = not is_chat and fields.flag("echo", False)
         has_logprobs, top_logprobs = _logprobs(fields, is_chat, max_logprobs)
         return Ask(
             prompts=[] if is_chat else _prompts(fields, vocab_size),
-            messages=_messages(fields) if is_chat else [],
+            conversation=read_conversation(fields) if is_chat else None,
             max_tokens=_max_tokens(fields, 0 if is_echoed else 1),
             stops=_stops(fields),
             params=SamplingParams(
                 n=fields.whole("n", 1, MOST_N, 1),
-                temperature=fields.real("temperature", 0, 2, 1),
-                top_p=max(fields.real("top_p", 0, 1, 1), 1e-30),  # 0: the most likely token, as near as can be
-                top_k=max(fields.whole("top_k", -1, vocab_size, 0), 0),  # -1: all, as 0 is
+                **_sampling(fields, vocab_size, defaults or {}),
                 seed=_seed(fields),
+                stop_token_ids=_stop_ids(fields, vocab_size),
                 logprobs=has_logprobs,
                 prompt_logprobs=has_logprobs and is_echoed,
                 top_logprobs=top_logprobs,
-                adapter=None if named == model else adapters.index(named),
+                adapter=adapter,
             ),
+            model=model,
             is_streamed=is_streamed,
-            includes_usage=options.flag("include_usage", False),
             is_echoed=is_echoed,
-            model=named,
+            includes_usage=options.flag("include_usage", False),
+            has_usage_in_chunks=options.flag("continuous_usage_stats", False),
+            adds_special_tokens=is_chat or fields.flag("add_special_tokens", True),
+            ignores_eos=fields.flag("ignore_eos", False),
+            includes_stop=fields.flag("include_stop_str_in_output", False),
+            skips_special_tokens=fields.flag("skip_special_tokens", True),
+            returns_ids=fields.flag("return_token_ids", False),
         )
-    except KeyError as error:
-        raise ApiError(400, f"The field {error} is missing.", param=error.args[0]) from error
-    except ValueError as error:
-        raise ApiError(400, f"{str(error).rstrip('.')}.") from error
+
+    return read_form(body, read)
 
 
-def _refuse_others(fields: Fields, known: set[str]) -> None:
-    for name, value in fields.values.items():
-        if name not in known | IGNORED and value is not None and value not in FIXED.get(name, ()):
-            shown = name[:100] if name.isidentifier() else repr(name[:100])  # a name may hold anything
-            raise ValueError(f"{shown} is not supported here; leave it out")
+def _sampling(fields: Fields, vocab_size: int, defaults: Mapping[str, float]) -> dict[str, Any]:
+    usual = dict(temperature=1.0, top_p=1.0, top_k=0) | dict(defaults)
+    given = {
+        "temperature": fields.real("temperature", 0, 2, 0),
+        "top_p": max(fields.real("top_p", 0, 1, 0), 1e-30),  # 0: the most likely token, as near as can be
+        "top_k": max(fields.whole("top_k", -1, vocab_size, 0), 0),  # -1: all, as 0 is
+    }
+    return {name: usual[name] if fields.get(name, None) is None else value for name, value in given.items()}
 
 
 def _seed(fields: Fields) -> int | None:
@@ -139,24 +170,24 @@ def _seed(fields: Fields) -> int | None:
 
 
 def _max_tokens(fields: Fields, least: int) -> int | None:
-    most = [
-        fields.whole(name, least, 2**31 - 1)
-        for name in ("max_completion_tokens", "max_tokens")
-        if fields.get(name, None) is not None
-    ]
-    return min(most, default=None)
+    names = ("max_completion_tokens", "max_tokens")
+    return min((fields.whole(n, least, 2**31 - 1) for n in names if fields.get(n, None) is not None), default=None)
 
 
 def _logprobs(fields: Fields, is_chat: bool, max_logprobs: int) -> tuple[bool, int]:
-    """Whether logprobs are asked for, and of how many of the most likely tokens beside."""
+    """Whether the request wants logprobs, and of how many of the most likely tokens."""
+    name = "top_logprobs" if is_chat else "logprobs"
+    number = fields.get(name, 0)
+    if is_whole(number) and number > max_logprobs:
+        clause = f"must be a whole number from 0 to {max_logprobs}, the server's --max-logprobs; got {number}"
+        raise fields.error(name, clause)
+    number = fields.whole(name, 0, max_logprobs, 0)
     if not is_chat:
-        wants = fields.get("logprobs", None) is not None
-        return wants, fields.whole("logprobs", 0, min(MOST_TOP_LOGPROBS, max_logprobs), 0)
+        return fields.get("logprobs", None) is not None, number
     wants = fields.flag("logprobs", False)
-    num_top = fields.whole("top_logprobs", 0, min(MOST_TOP_LOGPROBS_OF_CHAT, max_logprobs), 0)
-    if num_top and not wants:
-        raise ValueError("top_logprobs goes with logprobs: true")
-    return wants, num_top
+    if number and not wants:
+        raise fields.error("top_logprobs", "goes with logprobs: true")
+    return wants, number
 
 
 def _stops(fields: Fields) -> tuple[str, ...]:
@@ -167,60 +198,38 @@ def _stops(fields: Fields) -> tuple[str, ...]:
         or len(stops) > MOST_STOPS
         or not all(isinstance(stop, str) and 0 < len(stop) <= MOST_STOP_CHARACTERS for stop in stops)
     ):
-        raise ValueError(
-            f"stop must be a text or at most {MOST_STOPS} texts, each of 1 to {MOST_STOP_CHARACTERS} characters"
+        raise fields.error(
+            "stop", f"must be a text or at most {MOST_STOPS} texts, each of 1 to {MOST_STOP_CHARACTERS} characters"
         )
     return tuple(stops)
 
 
+def _stop_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
+    ids = fields.get("stop_token_ids", [])
+    if (
+        not isinstance(ids, list)
+        or len(ids) > MOST_STOP_IDS
+        or not all(is_whole(token) and 0 <= token < vocab_size for token in ids)
+    ):
+        raise fields.error("stop_token_ids", f"must be at most {MOST_STOP_IDS} token ids from 0 to {vocab_size - 1}")
+    return tuple(ids)
+
+
 def _prompts(fields: Fields, vocab_size: int) -> list[str | list[int]]:
     prompt = fields.get("prompt")
-    prompts = prompt if isinstance(prompt, list) and prompt and not _is_id(prompt[0]) else [prompt]
+    prompts = prompt if isinstance(prompt, list) and prompt and not is_whole(prompt[0]) else [prompt]
     if len(prompts) > MOST_PROMPTS:
-        raise ValueError(f"prompt must be at most {MOST_PROMPTS} prompts; got {len(prompts)}")
+        raise fields.error("prompt", f"must be at most {MOST_PROMPTS} prompts; got {len(prompts)}")
     for one in prompts:
         if isinstance(one, str):
-            _check_text("prompt", one)
-        elif not isinstance(one, list) or not one or not all(map(_is_id, one)):
-            raise ValueError("prompt must be a text, a list of token ids, or a list of these")
-        elif not all(0 <= token < vocab_size for token in one):
-            raise ValueError(f"prompt must hold token ids from 0 to {vocab_size - 1}")
+            check_unicode(fields, "prompt", one)
+        else:
+            check_ids(fields, "prompt", one, vocab_size, "a text, a list of token ids, or a list of these")
     return prompts
 
 
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _messages(fields: Fields) -> list[dict[str, str]]:
-    messages = fields.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("messages must be a list of at least one message")
-    read = []
-    for message in map(Fields, messages):
-        role = message.text("role")
-        if role not in ROLES:
-            raise ValueError(f"role must be one of {', '.join(ROLES)}; got {role[:60]!r}")
-        _refuse_others(message, {"role", "content", "name"})
-        content = message.get("content")
-        if isinstance(content, list):
-            content = "".join(map(_text_of_part, content))
-        if not isinstance(content, str):
-            raise ValueError("content must be a text, or a list of parts of the type text")
-        _check_text("content", content)
-        read.append({"role": ROLES[role], "content": content})
-    return read
-
-
-def _text_of_part(part: Any) -> str:
-    fields = Fields(part)
-    if fields.text("type") != "text":
-        raise ValueError("content must be a text, or a list of parts of the type text")
-    return fields.text("text")
-
-
-def _check_text(name: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name} must be Unicode; it holds half of a surrogate pair") from error
+def check_ids(fields: Fields, name: str, ids: Any, vocab_size: int, wanted: str) -> None:
+    if not isinstance(ids, list) or not ids or not all(map(is_whole, ids)):
+        raise fields.error(name, f"must be {wanted}")
+    if not all(0 <= token < vocab_size for token in ids):
+        raise fields.error(name, f"must hold token ids from 0 to {vocab_size - 1}")

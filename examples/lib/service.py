@@ -1,15 +1,18 @@
-"""What the routes of the server share: the engine's thread, the model, and what the server was started with."""
+"""The state that the routes of the server share: the engine's thread, the model, and the options."""
 
 import dataclasses
 import functools
 import secrets
-from collections.abc import Callable
+import time
 
 from starlette.requests import Request
 
+from lib.adapter_slots import AdapterSlots
 from lib.api_error import ApiError
 from lib.checkpoint import Checkpoint
+from lib.engine_metrics import Metrics
 from lib.engine_thread import EngineThread
+from lib.openai_answers import TokenForms
 
 RETRY_SECONDS = 1
 
@@ -19,23 +22,44 @@ class Service:
     """One model, its engine and its limits.
 
     Attributes:
-        model: the model's name.
-        adapters: the names of its adapters, by which a request takes one.
+        served_names: the model's names; answers have the first.
         max_length: the most tokens of a request, prompt and answer together.
+        adapters: the model's.
         max_logprobs: the engine's.
         sampling_defaults: temperature, top_p and top_k of requests that do not set them.
+        splits_reasoning: whether the answer to a chat has its reasoning apart from its content.
+        has_tokenizer_info: whether /tokenizer_info answers.
+        allowed_origins: web pages from there may send requests; "*": from anywhere.
+        logs_requests: whether each request is logged.
     """
 
     engine: EngineThread
     checkpoint: Checkpoint
-    model: str
+    served_names: tuple[str, ...]
     max_length: int
-    adapters: tuple[str, ...] = ()
+    adapters: AdapterSlots = dataclasses.field(default_factory=AdapterSlots)
     api_key: str | None = None
     max_logprobs: int = 0
     max_body_bytes: int = 2**20
     allow_control_tokens: bool = False
     sampling_defaults: dict[str, float] = dataclasses.field(default_factory=dict)
+    splits_reasoning: bool = True
+    has_tokenizer_info: bool = False
+    allowed_origins: tuple[str, ...] = ()
+    logs_requests: bool = False
+
+    def __post_init__(self) -> None:
+        self.created = int(time.time())
+        self.metrics = Metrics(self.engine, self.served_names[0])
+
+    @property
+    def names(self) -> dict[str, int | None]:
+        """The names of the model and its adapters, for requests: None for the model itself, or an adapter's slot."""
+        return dict.fromkeys(self.served_names) | self.adapters.slots
+
+    @functools.cached_property
+    def token_forms(self) -> TokenForms:
+        return TokenForms(self.checkpoint.tokenizer)
 
     def check_key(self, request: Request) -> None:
         """Raises `ApiError` if the request lacks the key."""
@@ -57,8 +81,3 @@ class Service:
             if len(body) > self.max_body_bytes:
                 raise ApiError(413, f"The body must be at most {self.max_body_bytes} bytes.")
         return bytes(body)
-
-    @functools.cached_property
-    def text_of(self) -> Callable[[int], str]:
-        """The text of a token by itself."""
-        return functools.cache(lambda token: self.checkpoint.tokenizer.decode([token]))

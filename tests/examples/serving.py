@@ -65,11 +65,11 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
-def ask(port, path="/v1/completions", body=None, **headers):
+def ask(port, path="/v1/completions", body=None, method=None, **headers):
     """A raw request: status, headers and content."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"} | headers
-    connection.request("GET" if body is None else "POST", path, body, headers)
+    connection.request(method or ("GET" if body is None else "POST"), path, body, headers)
     with contextlib.closing(connection), connection.getresponse() as response:
         return response.status, response.headers, response.read().decode()
 

@@ -6,7 +6,6 @@ import pytest
 pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
-from lib.text_stream import HALF
 from tests.examples.serving import PROMPT, chat, complete
 from tests.examples.tiny_checkpoint import VOCAB, greedy, next_logits
 
@@ -18,7 +17,7 @@ def test_logprobs_are_those_of_the_tokens(server, tiny):
     for i, (token, logprob) in enumerate(zip(tokens, answer.logprobs.token_logprobs, strict=True)):
         logits = next_logits(tiny.tensors, prompt + tokens[:i])
         assert logprob == pytest.approx(logits[token] - np.logaddexp.reduce(logits), abs=1e-3)
-    assert answer.logprobs.tokens == [tiny.tokenizer.decode([token]) for token in tokens]
+    assert answer.logprobs.tokens == [tiny.tokenizer.token_text(token) for token in tokens]
     assert answer.logprobs.text_offset[0] == 0
     content = chat(server, max_tokens=6, logprobs=True).choices[0].logprobs.content
     streamed = chat(server, max_tokens=6, logprobs=True, stream=True)
@@ -29,12 +28,24 @@ def test_logprobs_are_those_of_the_tokens(server, tiny):
     assert len(content) == 6
 
 
+def test_the_bytes_of_all_tokens_are_the_text(server):
+    """Also of tokens that are parts of characters, which have no text of their own."""
+    options = dict(max_tokens=40, temperature=1.5, seed=3, logprobs=True, top_logprobs=2)
+    choice = chat(server, **options).choices[0]
+    content = choice.logprobs.content
+    assert any(entry.token.startswith("bytes:") for entry in content)
+    assert bytes(byte for entry in content for byte in entry.bytes).decode(errors="replace") == choice.message.content
+    assert all(other.bytes is not None for entry in content for other in entry.top_logprobs)
+    streamed = [entry for chunk in chat(server, stream=True, **options) for entry in chunk.choices[0].logprobs.content]
+    assert [entry.bytes for entry in streamed] == [entry.bytes for entry in content]
+
+
 def likely(tiny, tokens, count):
     """By its text: the logprobs of the `count` most likely tokens after these, and of one more token."""
     logits = next_logits(tiny.tensors, tokens[:-1])
     logprobs = logits - np.logaddexp.reduce(logits)
     order = [*np.argsort(-logits)[:count].tolist(), tokens[-1]]
-    return {tiny.tokenizer.decode([token]): pytest.approx(logprobs[token], abs=1e-3) for token in reversed(order)}
+    return {tiny.tokenizer.token_text(token): pytest.approx(logprobs[token], abs=1e-3) for token in reversed(order)}
 
 
 def joined(pieces):
@@ -51,7 +62,7 @@ def test_top_logprobs_are_those_of_the_model(server, tiny, count):
     options = dict(temperature=1.5, seed=4, max_tokens=6, logprobs=count)  # so that others than the likeliest are drawn
     found = complete(server, **options).choices[0].logprobs
     for text, logprob, entries in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
-        with_text = [token for token in range(VOCAB) if tiny.tokenizer.decode([token]) == text]
+        with_text = [token for token in range(VOCAB) if tiny.tokenizer.token_text(token) == text]
         logits = next_logits(tiny.tensors, tokens)
         logprobs = logits - np.logaddexp.reduce(logits)
         tokens.append(min(with_text, key=lambda token: abs(logprobs[token] - logprob)))
@@ -82,13 +93,13 @@ def test_an_echo_has_the_logprobs_of_the_prompt(server, tiny, max_tokens, is_tex
             tokens, found = prompt + greedy(tiny.tensors, prompt, max_tokens), choice.logprobs
             assert choice.text == tiny.tokenizer.decode(tokens)
             assert choice.finish_reason == "length"
-            assert found.tokens == [tiny.tokenizer.decode([token]) for token in tokens]
+            assert found.tokens == [tiny.tokenizer.token_text(token) for token in tokens]
             assert found.token_logprobs[0] is found.top_logprobs[0] is None
             for i in range(1, len(tokens)):
                 assert found.top_logprobs[i] == likely(tiny, tokens[: i + 1], 1)
                 assert found.token_logprobs[i] == found.top_logprobs[i][found.tokens[i]]
             for begin, token in zip(found.text_offset, found.tokens, strict=True):
-                assert choice.text[begin:].startswith(token) or HALF in token
+                assert choice.text[begin:].startswith(token) or token.startswith("bytes:")
     assert [choice.text for choice in complete(server, **options).choices] == [choice.text for choice in answer.choices]
 
 

@@ -1,4 +1,4 @@
-"""What examples/serve.py is started with: adapters, the memory of the cache."""
+"""Options of examples/serve.py: adapters, the memory of the cache, the longest request."""
 
 import pytest
 

@@ -9,6 +9,7 @@ pytest.importorskip("uvicorn")
 
 import openai
 
+from lib.chat_template import ChatTemplateError, RendererBusyError
 from lib.openai_forms import read_ask
 from tests.examples.serving import KEY, ask, body, chat_body, complete
 
@@ -40,13 +41,19 @@ REFUSED = [
     (body(top_k=-2), 400, "top_k must be a whole number from -1 to 300; got -2."),
     (body(seed=2**63), 400, "seed must be a whole number from -9223372036854775808 to 9223372036854775807"),
     (body(n=0), 400, "n must be a whole number from 1 to 16; got 0."),
-    (body(stop=["a"] * 5), 400, "stop must be a text or at most 4 texts"),
-    (body(stop=""), 400, "stop must be a text or at most 4 texts"),
+    (body(stop=["a"] * 33), 400, "stop must be a text or at most 32 texts"),
+    (body(stop=""), 400, "stop must be a text or at most 32 texts"),
+    (body(stop_token_ids=[300]), 400, "stop_token_ids must be at most 16 token ids from 0 to 299."),
+    (body(stop_token_ids=[1] * 17), 400, "stop_token_ids must be at most 16 token ids from 0 to 299."),
+    (body(messages=[]), 400, "messages is not supported here: send it to /v1/chat/completions."),
+    (body(min_tokens=2), 400, "min_tokens is not supported here; ignore_eos with max_tokens gives an exact number"),
+    (body(response_format={"type": "json_object"}), 400, 'response_format is supported only as {"type": "text"}'),
+    (body(repetition_penalty=1.1), 400, "repetition_penalty is not supported here; leave it out."),
     (body(best_of=2), 400, "best_of is not supported here; leave it out."),
     (body(echo=1), 400, "echo must be true or false; got 1."),
     (body(logit_bias={"1": 5}), 400, "logit_bias is not supported here; leave it out."),
     (body(**{"a\n\ud800": 1}), 400, r"'a\n\ud800' is not supported here; leave it out."),
-    (body(logprobs=6), 400, "logprobs must be a whole number from 0 to 5; got 6."),
+    (body(logprobs=6), 400, "logprobs must be a whole number from 0 to 5, the server's --max-logprobs; got 6."),
     (body(logprobs=True), 400, "logprobs must be a whole number from 0 to 5; got True."),
     (body(top_logprobs=1), 400, "top_logprobs is not supported here; leave it out."),
     (body(stream_options={"include_usage": True}), 400, "stream_options goes with stream."),
@@ -56,8 +63,16 @@ REFUSED = [
 
 
 REFUSED_CHATS = [
-    (body(), "prompt is not supported here; leave it out."),
-    (chat_body(logprobs=True, top_logprobs=6), "top_logprobs must be a whole number from 0 to 5; got 6."),
+    (body(), "prompt is not supported here: send it to /v1/completions."),
+    (
+        chat_body(logprobs=True, top_logprobs=20),
+        "top_logprobs must be a whole number from 0 to 5, the server's --max-logprobs; got 20.",
+    ),
+    (chat_body(tools=[{}]), 'tools is supported only with tool_choice "none": this server reads no tool calls.'),
+    (chat_body(tool_choice="required"), 'tool_choice is supported only with tool_choice "none"'),
+    (chat_body(tools=7), "tools must be a list of objects."),
+    (chat_body(add_generation_prompt=False), "add_generation_prompt must be true, or false with continue_final"),
+    (chat_body(chat_template_kwargs=[]), "expected a JSON object; got []."),
     (chat_body(top_logprobs=1), "top_logprobs goes with logprobs: true."),
     (chat_body(logprobs=1), "logprobs must be true or false; got 1."),
     (chat_body(echo=True), "echo is not supported here; leave it out."),
@@ -65,8 +80,8 @@ REFUSED_CHATS = [
     (json.dumps({"model": "model", "messages": ["hi"]}), "expected a JSON object; got 'hi'."),
     (json.dumps({"model": "model", "messages": [{"role": "user"}]}), "The field 'content' is missing."),
     (
-        json.dumps({"model": "model", "messages": [{"role": "tool", "content": "a"}]}),
-        "role must be one of developer, system, user, assistant; got 'tool'.",
+        json.dumps({"model": "model", "messages": [{"role": "other", "content": "a"}]}),
+        "role must be one of developer, system, user, assistant, tool; got 'other'.",
     ),
     (
         json.dumps({"model": "model", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
@@ -76,12 +91,13 @@ REFUSED_CHATS = [
 
 
 def test_what_clients_of_openai_and_vllm_send_is_read():
-    ask = read_ask(body(seed=-1, top_k=-1).encode(), model="model", is_chat=False, vocab_size=300)
+    options = dict(names={"model": None}, vocab_size=300)
+    ask = read_ask(body(seed=-1, top_k=-1).encode(), is_chat=False, **options)
     assert (ask.params.seed, ask.params.top_k) == (2**32 - 1, 0)
     chat = json.dumps({"model": "model", "messages": [{"role": "developer", "content": "a"}]}).encode()
-    ask = read_ask(chat, model="model", is_chat=True, vocab_size=300)
-    assert read_ask(b'{"prompt": "a"}', model="model", is_chat=False, vocab_size=300).prompts == ["a"]
-    assert ask.messages == [{"role": "system", "content": "a"}]
+    ask = read_ask(chat, is_chat=True, **options)
+    assert read_ask(b'{"prompt": "a"}', is_chat=False, **options).prompts == ["a"]
+    assert ask.conversation.messages == [{"role": "system", "content": "a"}]
 
 
 def test_what_cannot_be_answered_is_refused_in_one_sentence(server, capfd):
@@ -101,6 +117,54 @@ def test_what_cannot_be_answered_is_refused_in_one_sentence(server, capfd):
     with pytest.raises(openai.BadRequestError, match="best_of is not supported"):
         complete(server, best_of=2)
     assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def messages(*roles):
+    return [{"role": role, "content": "a"} for role in roles]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (dict(prompt="a", temperature=-1), "temperature"),
+        (dict(), "prompt"),
+        (dict(prompt="a", model="other"), "model"),
+        (dict(prompt="a", best_of=2), "best_of"),
+        (dict(prompt="a" * 200), "prompt"),
+        (dict(prompt=["a"] * 11), "n"),
+        (dict(prompt="a", stream=True, stream_options={"include_usage": 1}), "stream_options.include_usage"),
+        (dict(messages=messages("user"), top_logprobs=1), "top_logprobs"),
+        (dict(messages=messages("user", "other")), "messages[1].role"),
+        (dict(messages=[{"role": "user"}]), "messages[0].content"),
+        (dict(messages=["a"]), "messages[0]"),
+        (dict(messages=[{"role": "user", "content": [{"type": "text"}]}]), "messages[0].content[0].text"),
+        (dict(messages=messages("user"), tools=[{}]), "tools"),
+        (
+            dict(messages=[{"role": "assistant", "tool_calls": [{"function": {"arguments": "a"}}]}]),
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+def test_an_error_names_its_field(server, fields, param):
+    path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+    status, _, answer = ask(server.port, path, json.dumps(fields))
+    assert (status // 100, json.loads(answer)["error"]["param"]) == (4, param)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "retry_after"),
+    [(ChatTemplateError("It refuses."), 400, None), (RendererBusyError("The machine is busy."), 503, "1")],
+)
+def test_a_busy_machine_is_not_the_client_s_fault(server, monkeypatch, error, status, retry_after):
+    def encode_conversations(*args, **options):
+        raise error
+
+    monkeypatch.setattr(type(server.service.checkpoint.tokenizer), "encode_conversations", encode_conversations)
+    for path in ("/v1/chat/completions", "/tokenize"):
+        found, headers, answer = ask(server.port, path, chat_body())
+        assert (found, headers["Retry-After"]) == (status, retry_after)
+        assert json.loads(answer)["error"]["message"] == str(error)
+    assert server.service.engine.num_open == 0
 
 
 def test_a_key_is_asked_for_where_there_is_one(server):

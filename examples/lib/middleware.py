@@ -1,0 +1,61 @@
+"""Around every request: a body of two lengths is refused, each request has an id, and is logged."""
+
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lib.api_error import ApiError
+from lib.command_line import say
+
+REQUEST_ID = "jaxpaged.request_id"  # in the scope of a request
+DETAILS = "jaxpaged.details"  # in the scope: a function that returns more for the log
+REQUEST_ID_HEADER = "x-request-id"
+MOST_ID_CHARACTERS = 128
+
+
+def with_one_length(app: ASGIApp) -> ASGIApp:
+    """The application, but a request whose body has two lengths is refused: a proxy may have read the other one."""
+
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        names = {name for name, _ in scope.get("headers", ())}
+        if {b"content-length", b"transfer-encoding"} <= names:
+            error = ApiError(400, "A request has Content-Length or Transfer-Encoding, not both.")
+            await JSONResponse(error.body(), error.status, headers={"Connection": "close"})(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return checked
+
+
+def with_request_ids(app: ASGIApp, *, logs_requests: bool) -> ASGIApp:
+    """The application, whose answers have the client's x-request-id, or a new one. POST requests may be logged."""
+
+    async def identified(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        request_id = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+        if not (request_id.isascii() and request_id.isprintable() and 0 < len(request_id) <= MOST_ID_CHARACTERS):
+            request_id = uuid.uuid4().hex
+        scope[REQUEST_ID] = request_id
+        status, begin = 0, time.monotonic()
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+            await send(message)
+
+        try:
+            await app(scope, receive, send_with_id)
+        finally:
+            if logs_requests and scope["method"] == "POST":
+                details = scope[DETAILS]() if DETAILS in scope else ""
+                seconds = time.monotonic() - begin
+                say(f"{request_id}: POST {scope['path']!r} {status or 'left'} in {seconds:.2f} s{details}")
+
+    return identified

@@ -1,0 +1,71 @@
+"""The fields of requests in the APIs of OpenAI and vLLM: which are read, which change nothing, which are refused.
+
+https://platform.openai.com/docs/api-reference
+https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html
+"""
+
+from typing import Any
+
+from lib.fields import Fields
+
+READ = {"model", "n", "stream", "stream_options", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop"}
+READ |= {"logprobs", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"}
+READ |= {"return_token_ids"}
+READ_IN_TEXT = {"prompt", "echo", "add_special_tokens"}
+READ_IN_MESSAGES = {"messages", "tools", "tool_choice", "documents", "chat_template_kwargs", "reasoning_effort"}
+READ_IN_MESSAGES |= {"add_generation_prompt", "continue_final_message"}
+READ_IN_CHAT = READ_IN_MESSAGES | {"max_completion_tokens", "top_logprobs"}
+
+# They change no answer, whatever their value.
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+IGNORED |= {"prompt_cache_retention", "parallel_tool_calls", "request_id", "session_id", "stream_interval"}
+IGNORED |= {"spaces_between_special_tokens", "truncation_side", "return_token_offsets"}
+
+# They would change it: only these values, which change nothing, are accepted. Null is always accepted.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "thinking_token_budget": (-1,),
+    "priority": (0,),
+    "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,),
+    "vllm_xargs": ({},),
+}
+NEUTRAL_IN_TEXT: dict[str, tuple[Any, ...]] = {"suffix": ("",), "top_logprobs": (0,)}
+NEUTRAL_IN_CHAT: dict[str, tuple[Any, ...]] = {
+    "echo": (False,),
+    "add_special_tokens": (False,),
+    "include_reasoning": (True,),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+}
+# The next move, where it is not to leave the field out.
+ADVICE = {
+    "messages": "is not supported here: send it to /v1/chat/completions",
+    "prompt": "is not supported here: send it to /v1/completions",
+    "response_format": 'is supported only as {"type": "text"}; ask for JSON in the prompt',
+    "min_tokens": "is not supported here; ignore_eos with max_tokens gives an exact number of tokens",
+}
+
+
+def refuse_others(fields: Fields, read: set[str], neutral: dict[str, tuple[Any, ...]]) -> None:
+    """Raises `FieldError` for a field that would change the answer and is not read."""
+    for name, value in fields.values.items():
+        if name in read | IGNORED or value is None or value in neutral.get(name, ()):
+            continue
+        shown = name[:100] if name.isidentifier() else repr(name[:100])  # a name may hold anything
+        raise fields.error(shown, ADVICE.get(name, "is not supported here; leave it out"))

@@ -15,10 +15,10 @@ import os
 import secrets
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxpaged import CacheCapacity, cache_capacity, layer_groups
-from lib.adapters import adapt, read_adapter
+from lib.adapters import adapt, read_adapter, replace_adapter
 from lib.checkpoint import default_path, load_model, read_checkpoint
 from lib.command_line import (
     RequestError,
@@ -89,6 +89,21 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         type=named_folder,
         metavar="NAME=FOLDER",
         help="an adapter (LoRA) in PEFT's form, which requests name as their model; may be given several times",
+    )
+    parser.add_argument(
+        "--runtime-adapters",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="how many more adapters /v1/load_lora_adapter may load while the server runs, from any folder that it can "
+        "read; default: none, and the path does not exist",
+    )
+    parser.add_argument(
+        "--max-adapter-rank",
+        type=positive,
+        default=16,
+        metavar="N",
+        help="with --runtime-adapters: their largest rank; default: %(default)s",
     )
     parser.add_argument(
         "--drafts",
@@ -215,8 +230,9 @@ def create_service(args: argparse.Namespace) -> "Service":
     names = [*served_names, *(name for name, _ in args.adapter)]
     if len(set(names)) < len(names):
         raise RequestError(f"Each --adapter and --served-model-name needs a name of its own; got {', '.join(names)}.")
-    if args.adapter and args.tensor_parallel > 1:
-        raise RequestError("--adapter is for one device; leave --tensor-parallel out.")
+    num_adapters = len(args.adapter) + args.runtime_adapters
+    if num_adapters and args.tensor_parallel > 1:
+        raise RequestError("Adapters are for one device; leave --tensor-parallel out.")
     if args.host_cache_mb and not args.prefix_cache:
         raise RequestError("--host-cache-mb keeps cached beginnings: pass --prefix-cache too.")
     if args.host_cache_mb and set(layer_windows(checkpoint.config)) != {None}:
@@ -232,8 +248,10 @@ def create_service(args: argparse.Namespace) -> "Service":
     max_length = find_max_length(checkpoint.config, args, num_blocks)
     load = functools.partial(load_model, checkpoint, args.dtype)
     model, config, mesh = spread(load, checkpoint.config, args.tensor_parallel)
-    if args.adapter:
-        adapt(model, config, [read_adapter(folder) for _, folder in args.adapter], args.dtype)
+    if num_adapters:
+        factors = [read_adapter(folder) for _, folder in args.adapter]
+        empty: dict[str, Any] = dict(num_empty=args.runtime_adapters, most_rank=args.max_adapter_rank)
+        adapt(model, config, factors, args.dtype, **empty if args.runtime_adapters else {})
     with matmul_precision(args):
         engine = create_engine(
             model,
@@ -248,7 +266,7 @@ def create_service(args: argparse.Namespace) -> "Service":
             steps_per_slice=args.steps_per_slice,
             prefix_cache=args.prefix_cache,
             host_cache_bytes=args.host_cache_mb and args.host_cache_mb * 10**6,
-            num_adapters=len(args.adapter),
+            num_adapters=num_adapters,
             drafts=args.drafts,
             max_logprobs=args.max_logprobs,
             num_stop_ids=len(checkpoint.tokenizer.eos_ids) + MOST_STOP_IDS,
@@ -258,7 +276,11 @@ def create_service(args: argparse.Namespace) -> "Service":
         EngineThread(engine, most_completions=args.num_seats + args.max_queue),
         checkpoint,
         served_names=tuple(served_names),
-        adapters=AdapterSlots([name for name, _ in args.adapter]),
+        adapters=AdapterSlots(
+            [name for name, _ in args.adapter],
+            num_empty=args.runtime_adapters,
+            write=functools.partial(replace_adapter, model, config) if args.runtime_adapters else None,
+        ),
         max_length=max_length,
         max_logprobs=args.max_logprobs,
         api_key=args.api_key,

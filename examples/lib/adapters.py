@@ -105,20 +105,54 @@ class AdaptedLinear(nnx.Module):
         return out + jnp.concatenate(parts, axis=-1).reshape(out.shape)
 
 
-def adapt(model: Llama, config: LlamaConfig, adapters: Sequence[Factors], dtype: DTypeLike) -> None:
-    """Puts the adapters beside the layers that any of them adapts. Raises `CheckpointError`."""
+def adapt(
+    model: Llama,
+    config: LlamaConfig,
+    adapters: Sequence[Factors],
+    dtype: DTypeLike,
+    *,
+    num_empty: int = 0,
+    most_rank: int = 0,
+) -> None:
+    """Puts the adapters beside the layers that any of them adapts. Raises `CheckpointError`.
+
+    With `num_empty` more slots of `most_rank`, which `replace_adapter` fills, every layer can be adapted.
+    """
     left = {name for factors in adapters for name in factors}
-    rank = max(len(a) for factors in adapters for a, _ in factors.values())
+    rank = max((len(a) for factors in adapters for a, _ in factors.values()), default=0)
+    slots, rank = [*adapters, *[{}] * num_empty], max(rank, most_rank)
     fused = fused_parts(config)
     for prefix, owner, name in _linears(model):
         parts = {f"{prefix}.{part}": width for part, width in fused.get(name, {name: 0}).items()}
-        if left.isdisjoint(parts):
+        if left.isdisjoint(parts) and not num_empty:
             continue
         left -= set(parts)
         linear = getattr(owner, name)
         shape = linear.kernel.shape if isinstance(linear, nnx.Linear) else linear.weight.shape[::-1]
-        factors = [_stacked(part, adapters, rank, shape[0], width or shape[1], dtype) for part, width in parts.items()]
+        factors = [_stacked(part, slots, rank, shape[0], width or shape[1], dtype) for part, width in parts.items()]
         setattr(owner, name, AdaptedLinear(linear, factors))
+    _check_known(left)
+
+
+def replace_adapter(model: Llama, config: LlamaConfig, slot: int, factors: Factors) -> nnx.State:
+    """The weights with another adapter in a slot; the model has them too. Raises `CheckpointError`."""
+    left, fused = set(factors), fused_parts(config)
+    changed: list[tuple[nnx.Param, jax.Array]] = []
+    for prefix, owner, name in _linears(model):
+        module = getattr(owner, name)
+        for part, a, b in zip(fused.get(name, [name]), module.a, module.b, strict=True):
+            full_name = f"{prefix}.{part}"
+            left.discard(full_name)
+            _, rank, features = a.shape
+            pair = _stacked(full_name, [factors], rank, features, b.shape[2], a.dtype)
+            changed += [(param, param[...].at[slot].set(rows[0])) for param, rows in zip((a, b), pair, strict=True)]
+    _check_known(left)
+    for param, value in changed:
+        param.set_value(value)
+    return nnx.state(model)
+
+
+def _check_known(left: set[str]) -> None:
     if left:
         raise CheckpointError(f"An adapter adapts {min(left)}, which this model does not have or cannot adapt here.")
 
@@ -132,6 +166,8 @@ def _stacked(
         for stack, factor in zip(stacks, factors.get(name, ()), strict=False):
             if factor.shape[1] != stack.shape[2]:
                 raise CheckpointError(f"An adapter's {name} has {factor.shape[1]} numbers a row, not {stack.shape[2]}.")
+            if len(factor) > rank:
+                raise CheckpointError(f"An adapter's {name} has rank {len(factor)}; --max-adapter-rank is {rank}.")
             stack[i, : len(factor)] = factor
     return jnp.asarray(stacks[0], dtype), jnp.asarray(stacks[1], dtype)
 

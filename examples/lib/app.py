@@ -46,6 +46,9 @@ def create_app(service: Service) -> Starlette:
         route("/metrics", metrics),
         route("/", page),
     ]
+    if service.adapters.write is not None:
+        routes.append(route("/v1/load_lora_adapter", model_routes.load_adapter, "POST"))
+        routes.append(route("/v1/unload_lora_adapter", model_routes.unload_adapter, "POST"))
     if service.has_tokenizer_info:
         routes.append(route("/tokenizer_info", model_routes.tokenizer_info))
     handlers: dict[Any, Any] = {

@@ -15,7 +15,7 @@ import functools
 import queue
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from jaxpaged import Engine, EngineStats, RequestOutput, SamplingParams
 
@@ -92,7 +92,8 @@ class Generation:
 class EngineThread:
     """Runs an engine in its own thread while the event loop that entered `running()` goes on.
 
-    `_run`, `_add`, `_abort` and `_abort_one` run in the thread; everything else runs in the event loop.
+    `_run`, `_add`, `_abort`, `_abort_one` and the function of `call` run in the thread; everything else runs in the
+    event loop.
 
     Attributes:
         most_completions: the most that may be under way at once.
@@ -178,6 +179,23 @@ class EngineThread:
     def end(self, generation: Generation, index: int, completion: int) -> None:
         """Ends one completion of the request with this index; the others go on."""
         self._inbox.put(functools.partial(self._abort_one, generation, index, completion))
+
+    async def call[Result](self, function: Callable[[Engine], Result]) -> Result:
+        """What the function returns, which runs in the thread between two steps.
+
+        Raises:
+            DrainingError: no more requests are taken.
+        """
+        if self.is_draining:
+            raise DrainingError
+        result: Future[Result] = Future()
+
+        def run() -> None:
+            if result.set_running_or_notify_cancel():
+                result.set_result(function(self._engine))
+
+        self._inbox.put(run)
+        return await asyncio.wrap_future(result)
 
     async def drain(self, seconds: float) -> None:
         """Takes no more requests and waits until none is left. After `seconds`, the rest is aborted."""

@@ -1,12 +1,15 @@
 """The routes about the model: its names, its tokenizer, its adapters."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from lib.adapters import read_adapter
 from lib.api_error import ApiError
+from lib.checkpoint import CheckpointError
 from lib.completions import encode_conversation
 from lib.fields import Fields
 from lib.openai_fields import READ_IN_MESSAGES, refuse_others
@@ -81,6 +84,43 @@ async def detokenize(service: Service, request: Request) -> Response:
         return service.checkpoint.tokenizer.decode(tokens, skip_special_tokens=False)
 
     return JSONResponse({"prompt": await asyncio.to_thread(read_form, body, read)})
+
+
+async def load_adapter(service: Service, request: Request) -> Response:
+    """vLLM's: reads an adapter in PEFT's form from a folder of the server."""
+    body, adapters, write = await service.read_body(request), service.adapters, service.adapters.write
+    assert write is not None
+
+    def read(fields: Fields) -> tuple[str, Path, bool]:
+        refuse_others(fields, {"lora_name", "lora_path", "load_inplace"}, {"is_3d_lora_weight": (False,)})
+        name, replaces = fields.text("lora_name"), fields.flag("load_inplace", False)
+        if name in service.served_names or (name in adapters.slots and not replaces):
+            raise fields.error("lora_name", f"must be new, or an adapter's with load_inplace: true; got {name!r}")
+        return name, Path(fields.text("lora_path")), replaces
+
+    async with adapters.lock:
+        name, folder, _ = read_form(body, read)
+        slot = adapters.slots[name] if name in adapters.slots else adapters.find_free()
+        try:
+            weights = await asyncio.to_thread(lambda: write(slot, read_adapter(folder)))
+        except CheckpointError as error:
+            raise ApiError(400, str(error), param="lora_path") from error
+        await service.engine.call(lambda engine: engine.update_weights(weights, adapters=[slot]))
+        adapters.slots[name] = slot
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+
+async def unload_adapter(service: Service, request: Request) -> Response:
+    """vLLM's. Requests under way keep the adapter."""
+
+    def read(fields: Fields) -> str:
+        refuse_others(fields, {"lora_name", "lora_int_id"}, {})
+        return fields.text("lora_name")
+
+    name = read_form(await service.read_body(request), read)
+    if service.adapters.slots.pop(name, None) is None:
+        raise ApiError(404, f"There is no adapter {name[:100]!r} here.", param="lora_name", code="model_not_found")
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
 
 async def tokenizer_info(service: Service, request: Request) -> Response:

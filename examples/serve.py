@@ -132,6 +132,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         metavar="ORIGIN",
         help="let the scripts of web pages from there send requests; '*': from anywhere; default: none",
     )
+    parser.add_argument(
+        "--reasoning-in-content",
+        action="store_true",
+        help="leave the reasoning of a chat's answer in its content, instead of in reasoning_content",
+    )
     parser.add_argument("--log-requests", action="store_true", help="print a line for each POST request")
     parser.add_argument(
         "--enable-tokenizer-info-endpoint",
@@ -287,6 +292,7 @@ def create_service(args: argparse.Namespace) -> "Service":
         max_body_bytes=args.max_body_bytes,
         allow_control_tokens=args.allow_control_tokens,
         sampling_defaults=read_sampling_defaults(args, checkpoint),
+        splits_reasoning=not args.reasoning_in_content,
         has_tokenizer_info=args.enable_tokenizer_info_endpoint,
         allowed_origins=tuple(args.allowed_origins),
         logs_requests=args.log_requests,

@@ -99,7 +99,10 @@ def refuse(request: Request, error: ApiError) -> Response:
 
 
 def refuse_path(request: Request, error: HTTPException) -> Response:
-    body = ApiError(error.status_code, f"{error.detail}.").body()
+    message = f"{error.detail}."
+    if error.status_code == 404 and request.url.path.startswith("/v1/"):
+        message += f" There are /v1/chat/completions and /v1/completions here, and no {request.url.path[:60]!r}."
+    body = ApiError(error.status_code, message).body()
     return JSONResponse(body, error.status_code, headers=error.headers)
 
 

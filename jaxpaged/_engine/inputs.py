@@ -11,9 +11,9 @@ from jaxpaged._cache.kv_cache import KVCache
 
 def own(weights: Any) -> Any:
     """The same arrays in containers of our own: Flax's learners put other arrays into theirs."""
-    if (path := find_deleted(weights)) is not None:
+    if (deleted := find_deleted(weights)) is not None:
         raise ValueError(
-            f"weights must be arrays that are still there; the one at {path} was deleted, as jit does with arrays that "
+            f"weights must be arrays that are still there; the one at {deleted} was deleted, as jit does with arrays that "
             "are donated to it. Pass the weights that your learner returned."
         )
     for path, leaf in jax.tree.leaves_with_path(weights):

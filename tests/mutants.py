@@ -1110,8 +1110,8 @@ MUTANTS = (
     Mutant(
         "engine: a slice runs behind a failed one",
         "jaxpaged/_engine/runner.py",
-        "raise self._unread_failure",
-        "pass",
+        "raise self._unread_failure\n        try:",
+        "pass\n        try:",
         "tests/engine/test_engine_trouble.py::behind_a_failed",
     ),
     Mutant(
@@ -1196,7 +1196,7 @@ MUTANTS = (
     Mutant(
         "server: the offset of a token forgets an invalid byte",
         "examples/lib/text_stream.py",
-        "self._num_characters + self._num_halves_before(text[self._num_known :])",
+        "self._num_characters + self._ends_a_half(data)",
         "self._num_characters",
         "tests/examples/test_text_stream.py::pieces_of_text",
     ),

@@ -114,7 +114,8 @@ class CompletionText:
     def _echo(self, piece: Piece, output: RequestOutput) -> None:
         """The prompt, as its tokens are decoded."""
         stream = TextStream(self._tokenizer, has_offsets=self._ask.params.logprobs)
-        piece.text = stream.extend(self._prompt, is_last=True)
+        # A character that the prompt does not complete comes with the completion.
+        piece.text = stream.extend(self._prompt, is_last=False)
         self._num_echoed = len(piece.text)
         if output.prompt_logprobs is not None:
             top_logprobs = [likely or {} for likely in output.prompt_top_logprobs or []]

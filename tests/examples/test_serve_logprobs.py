@@ -103,6 +103,14 @@ def test_an_echo_has_the_logprobs_of_the_prompt(server, tiny, max_tokens, is_tex
     assert [choice.text for choice in complete(server, **options).choices] == [choice.text for choice in answer.choices]
 
 
+@pytest.mark.parametrize("max_tokens", [0, 5])
+def test_an_echo_and_its_completion_share_a_character(server, tiny, max_tokens):
+    prompt = tiny.tokenizer.encode("caf\u00e9")[:-1]
+    (choice,) = complete(server, prompt=prompt, max_tokens=max_tokens, echo=True, logprobs=1).choices
+    assert choice.text == tiny.tokenizer.decode(prompt + greedy(tiny.tensors, prompt, max_tokens))
+    assert choice.logprobs.text_offset[: len(prompt)] == [0, 1, 2, 3]
+
+
 def test_a_streamed_echo_says_the_same(server):
     options = dict(max_tokens=5, echo=True, n=2, temperature=1.0, seed=5)
     whole = complete(server, logprobs=2, **options).choices

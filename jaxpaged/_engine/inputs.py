@@ -13,8 +13,8 @@ def own(weights: Any) -> Any:
     """The same arrays in containers of our own: Flax's learners put other arrays into theirs."""
     if (deleted := find_deleted(weights)) is not None:
         raise ValueError(
-            f"weights must be arrays that are still there; the one at {deleted} was deleted, as jit does with arrays that "
-            "are donated to it. Pass the weights that your learner returned."
+            f"weights must be arrays that are still there; the one at {deleted} was deleted, as jit does with arrays "
+            "that are donated to it. Pass the weights that your learner returned."
         )
     for path, leaf in jax.tree.leaves_with_path(weights):
         if not hasattr(leaf, "dtype") and not isinstance(leaf, numbers.Number):

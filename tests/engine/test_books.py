@@ -104,6 +104,18 @@ def test_what_a_failed_slice_took_is_sent_again_in_order(books):
     assert books.num_open == 2
 
 
+def test_a_slice_that_is_taken_back_keeps_order_and_later_aborts(books):
+    first, *others = add(books, 3)
+    books.send(1)
+    take(books, [2])
+    sent = books.send(2)
+    books.end(books.named(first, None))  # once the slice was sent
+    assert (sent.aborts, [row.request_id for row in sent.rows]) == ([], others)
+    books.take_back()
+    again = books.send(2)
+    assert (again.aborts, [row.request_id for row in again.rows]) == ([2], others)
+
+
 def test_slices_are_taken_back_from_the_last_on(books):
     ids = add(books, 3)
     books.send(1)

@@ -24,6 +24,8 @@ from tests.toy_model import (
     create_engine,
     finish,
     random_weights,
+    with_blocks_back,
+    without_blocks,
 )
 
 CHUNK = 8
@@ -280,6 +282,19 @@ def test_blocks_behind_a_gap_are_not_listed(engine):
         assert (ids > 0).tolist() == (serials > 0).tolist() == [is_listed] * (end - begin)
         check(engine)
     engine.update_weights(random_weights())  # they hold nothing
+
+
+def test_blocks_without_room_are_not_listed(engine):
+    prompt = np.array(serve(engine, prompt_of(8, 20)), np.int32)[:16].reshape(4, BLOCK_SIZE)
+    push_out(engine)
+    runner, copies = engine._runner, engine._runner.tier._copies
+    salt = int(runner.state.scheduler.prefixes.salt[0])
+    allocator, hidden = without_blocks(runner.state.allocator, int(runner.state.allocator.num_free) - 3)
+    run = Run(None, salt, prompt, [bytes([i]) for i in range(4)], 0, 1, [copies._nothing])
+    (state,) = copies.put(dataclasses.replace(runner.state, allocator=allocator), [run])
+    runner.state_of_slice = dataclasses.replace(state, allocator=with_blocks_back(state.allocator, hidden))
+    assert not np.asarray(run.where)[:, run.index].any()
+    check(engine)
 
 
 def test_other_weights_find_nothing_if_the_copies_before_their_first_slice_fail(engine, monkeypatch):

@@ -125,6 +125,29 @@ def test_equal_logits_are_kept_together(top_k, top_p):
     assert set(tokens_of(logits, 1, top_k, top_p)) == set(range(180))
 
 
+def test_the_draw_after_all_were_cut_has_noise_of_its_own():
+    """Two tokens are kept, one in each chunk. Most draws are of the second chunk, and cut."""
+    probabilities = np.full(2 * product.CHUNK, 1e-30)
+    probabilities[product.CHUNK :] = 0.8 / (product.CHUNK - 1)
+    probabilities[[0, product.CHUNK]] = 0.1
+    tokens = tokens_of(np.log(probabilities).astype(np.float32), top_p=0.2, count=30_000)
+    assert set(tokens) == {0, product.CHUNK}
+    assert (tokens > 0).mean() == pytest.approx(0.5, abs=0.012)  # four standard deviations
+
+
+@pytest.mark.parametrize("is_processed", [False, True])
+def test_a_given_token_of_id_0_is_scored(is_processed):
+    logits, given = np.float32([[0, 1, 3], [2, 0, 1], [1, 5, 0]]), np.int32([0, 2, -1])
+    params = parameters(1, 2, 1, np.arange(3)) if is_processed else parameters(0, 0, 1, np.arange(3))
+    wants = np.bool_(True)
+    tokens, logprobs, _ = product.sample(logits, params, np.arange(3), wants, given, is_processed=is_processed)
+    expected = np.asarray(jax.nn.log_softmax(logits))
+    np.testing.assert_allclose(logprobs[:2], expected[[0, 1], given[:2]], rtol=1e-6)
+    of_given = product.score(logits, given, wants)[1]
+    np.testing.assert_allclose(of_given, [expected[0, 0], expected[1, 2], expected[2, 1]], rtol=1e-6)
+    assert tokens[2] in (0, 1)
+
+
 def test_top_p_takes_no_more_than_it_needs():
     """Probabilities 1/2, 1/4, 1/4: the first alone has a half, so that nothing else is drawn with top_p=0.5."""
     logits = -np.log(np.array([1, 2, 2], np.float32))

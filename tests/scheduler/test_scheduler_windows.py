@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import BlockAllocator, PrefixCache, RequestStatus, Scheduler
+from tests.toy_model import without_blocks
 
 WINDOWS, REQUESTS, SEATS, MAX_LENGTH, BLOCK_SIZE, NUM_BLOCKS, CHUNK = (None, 3, 6), 6, 3, 20, 2, 22, 5
 ROWS, VOCABULARY = 2, 2
@@ -37,6 +38,21 @@ def create(has_cache):
     )
     columns = MAX_LENGTH // BLOCK_SIZE
     return scheduler, BlockAllocator.create(**sizes, num_seqs=SEATS, max_blocks_per_seq=columns, windows=WINDOWS)
+
+
+def test_drafts_need_room_in_each_group():
+    """What a draft lacks in one of them would keep the known token from being computed, in each step."""
+    sizes = dict(num_seqs=1, max_blocks_per_seq=8)
+    scheduler = Scheduler.create(max_requests=1, num_seats=1, max_length=16, max_steps=4, num_drafts=2)
+    allocator = BlockAllocator.create(num_blocks=20, block_size=2, windows=(None, None), **sizes)
+    prompt = np.arange(4, dtype=np.int32)[None]
+    scheduler, _, _ = scheduler.submit(allocator, prompt, np.int32([4]), np.int32([8]))
+    scheduler, allocator, planned = scheduler.plan(allocator, chunk_tokens=4)
+    scheduler, allocator = scheduler.commit(allocator, planned, np.int32([7]))
+    allocator, _ = without_blocks(allocator, int(allocator.num_free) - 3)  # two drafts need four blocks
+    scheduler, allocator, planned = scheduler.plan(allocator, chunk_tokens=4, drafts=jnp.int32([[8, 9]]))
+    assert allocator.lengths.tolist() == [6]
+    assert planned.num_drafts.tolist() == [1]
 
 
 @pytest.mark.parametrize("has_cache", [False, True])

@@ -209,11 +209,11 @@ class Runner:
 
     def wait_for(self, sent: Sent) -> BaseException | None:
         """The failure of a slice's call, once that has returned."""
+        assert sent.words is not None
         while not sent.has_returned.wait(1.0):
             if self._worker not in threading.enumerate():  # not `is_alive`: Ctrl-C in it may declare a thread dead
                 self._failure = RuntimeError("the thread that runs its slices has ended")
                 self.check_usable()
-        assert sent.words is not None
         return sent.words.exception()
 
     def receive(self) -> None:

@@ -1215,7 +1215,7 @@ MUTANTS = (
         "tests/engine/test_top_logprobs.py::several_slices",
     ),
     Mutant(
-        "host tier: blocks without room are taken to be there",
+        "host tier: blocks without room are written",
         "jaxpaged/_engine/host_copies.py",
         "num_there = num_found + jnp.where(ok, num_missing, 0)",
         "num_there = num_found + num_missing",

@@ -4,6 +4,7 @@ import dataclasses
 import signal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -284,16 +285,19 @@ def test_blocks_behind_a_gap_are_not_listed(engine):
     engine.update_weights(random_weights())  # they hold nothing
 
 
-def test_blocks_without_room_are_not_listed(engine):
+def test_blocks_without_room_are_neither_written_nor_listed(engine):
     prompt = np.array(serve(engine, prompt_of(8, 20)), np.int32)[:16].reshape(4, BLOCK_SIZE)
     push_out(engine)
     runner, copies = engine._runner, engine._runner.tier._copies
     salt = int(runner.state.scheduler.prefixes.salt[0])
     allocator, hidden = without_blocks(runner.state.allocator, int(runner.state.allocator.num_free) - 3)
-    run = Run(None, salt, prompt, [bytes([i]) for i in range(4)], 0, 1, [copies._nothing])
+    before = jax.tree.map(np.array, runner.state.caches)
+    page = jax.tree.map(jnp.ones_like, copies._nothing)
+    run = Run(None, salt, prompt, [bytes([i]) for i in range(4)], 0, 1, [page])
     (state,) = copies.put(dataclasses.replace(runner.state, allocator=allocator), [run])
     runner.state_of_slice = dataclasses.replace(state, allocator=with_blocks_back(state.allocator, hidden))
     assert not np.asarray(run.where)[:, run.index].any()
+    jax.tree.map(np.testing.assert_array_equal, state.caches, before)  # the null block too
     check(engine)
 
 

@@ -138,7 +138,7 @@ def test_the_draw_after_all_were_cut_has_noise_of_its_own():
 @pytest.mark.parametrize("is_processed", [False, True])
 def test_a_given_token_of_id_0_is_scored(is_processed):
     logits, given = np.float32([[0, 1, 3], [2, 0, 1], [1, 5, 0]]), np.int32([0, 2, -1])
-    params = parameters(1, 2, 1, np.arange(3)) if is_processed else parameters(0, 0, 1, np.arange(3))
+    params = parameters(0.5, 2, 1, np.arange(3)) if is_processed else parameters(0, 0, 1, np.arange(3))
     wants = np.bool_(True)
     tokens, logprobs, _ = product.sample(logits, params, np.arange(3), wants, given, is_processed=is_processed)
     expected = np.asarray(jax.nn.log_softmax(logits))

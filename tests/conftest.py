@@ -1,9 +1,7 @@
-import dataclasses
 import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 # Before NumPy starts: its threads spin while they wait. 14 workers on 16 cores take a quarter of the time without them.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -58,15 +56,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def one_kind() -> Iterator[None]:
-    """Engines have one kind of steps, which compiles sooner: the widest, which is taken whatever is to be computed."""
-    from jaxpaged._engine import kinds, program
+    from tests.toy_model import one_kind_of_steps
 
-    def make_kinds(num_seats: int, chunk_tokens: int, widths: Any = (), *, cost: Any = None, **_: Any) -> Any:
-        (kind,) = kinds.make_kinds(num_seats, chunk_tokens, exact=True, cost=cost)
-        return (dataclasses.replace(kind, num_partitions=None),)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program, "make_kinds", make_kinds)
+    with one_kind_of_steps():
         yield
 
 

@@ -158,6 +158,18 @@ def not_compiled():
     return mock.patch.object(jax.stages.Lowered, "compile")
 
 
+@contextlib.contextmanager
+def one_kind_of_steps():
+    """Engines have one kind of steps, which compiles sooner: the widest, which is taken whatever is to be computed."""
+
+    def make_kinds(num_seats, chunk_tokens, widths=(), *, cost=None, **_):
+        (kind,) = kinds.make_kinds(num_seats, chunk_tokens, exact=True, cost=cost)
+        return (dataclasses.replace(kind, num_partitions=None),)
+
+    with mock.patch.object(program, "make_kinds", make_kinds):
+        yield
+
+
 ENGINES = {}  # by their options: an engine that has no requests is as good as a new one
 
 

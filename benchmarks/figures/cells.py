@@ -18,6 +18,7 @@ OPTIONS = {
     "head_dim": "head_dim {}",
     "window": "window of {}",
     "q_len": "{} query tokens",
+    "tree": "as a tree",
     "cache": "{}",
     "scale": "a scale a {}",
 }

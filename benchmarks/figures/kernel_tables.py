@@ -2,7 +2,6 @@
 
 import re
 import statistics
-from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.figures.cells import Points, label, table, us
@@ -25,11 +24,9 @@ PACKED = {
     "32/8 60x4096 + 4x4608 q_len=512": "both in one call",
     "32/8 64xragged1024 q_len=all": "64 prompts of 1..1024, uniform",
 }
-VARIANTS = (  # GPU, file, shape, what the file calls it
-    ("H100", "h100/variants", "32/8 8x2048 block_size=64", "{}"),
-    *(("H100", "h100/variants", f"32/8 64x8192 {option}", "{}") for option in ("head_dim=64", "head_dim=256")),
-    *(("H100", "h100/variants", f"32/8 64x8192 {option}", "{}") for option in ("window=1024", "q_len=4")),
-    *(("H200", "decisions/rows_h200", f"32/8 {seqs}x8192 q_len=16", "run 5 | {} | default") for seqs in (1, 64)),
+VARIANTS = (
+    *("32/8 64x2048 head_dim=64", "32/8 64x2048 head_dim=256", "32/8 64x8192 window=1024"),
+    *("8/1 1x8192", "8/1 64x8192", "32/8 64x2048 q_len=8", "32/8 64x2048 q_len=8 tree=1"),
 )
 PLANS = {
     "8xoutlier131072": "8, one of 131072, the others of 1024",
@@ -52,8 +49,7 @@ PORTABLE = (
     *("64x8192 cache=float8_e4m3fn scale=head", "64x8192 cache=int8 scale=head"),
 )
 KERNEL_STEPS = "1 gather", "2 scan", "3 a tile at a time", "4 tiles under way", "5 masks at the end"
-KERNELS = {"tma": "8 the decode kernel", "mosaic_gpu": "the former Hopper kernel"}
-QUANTISED = ("H100", "32/8 64x8192"), ("H100", "32/8 8x4096"), ("H200", "32/8 64x8192")
+QUANTISED = "32/8 64x8192", "32/8 8x4096"
 CACHES = tuple(
     f" cache={dtype} scale={scale}" for dtype in ("float8_e4m3fn", "int8") for scale in ("head", "token_head")
 )
@@ -91,49 +87,28 @@ def decode(points: Points) -> str:
 def peers(points: Points) -> str:
     rows = []
     names = [f"{heads} {shape}" for heads in ("32/8", "64/8", "32/32") for shape in SHAPES]
-    for gpu, file in (("H100", "h100/decode"), ("H200", "h200/decode"), ("H100, former kernel", "h100/decode_peers")):
-        found = [points(file)[name] for name in names]
-        row = [gpu, f"{statistics.geometric_mean(p['over_floor'] for p in found):.3f}"]
-        for peer in ("fa3", "flashinfer", "xqa"):
-            ratios = [p["us"] / p["peers"][peer]["us"] for p in found if peer in p["peers"]]
-            row.append(f"{statistics.geometric_mean(ratios):.2f}, at most {max(ratios):.2f}" if ratios else "")
-        rows.append(row)
-    return table(("GPU", "time / floor", "time / FA3's", "time / FlashInfer's", "time / XQA's"), rows)
+    for gpu in ("H100", "H200"):
+        found = [points(f"{gpu.lower()}/decode")[name] for name in names]
+        ratios = [p["us"] / p["peers"]["fa3"]["us"] for p in found]
+        over_floor = statistics.geometric_mean(p["over_floor"] for p in found)
+        of_fa3 = f"{statistics.geometric_mean(ratios):.2f}, at most {max(ratios):.2f}"
+        rows.append([gpu, f"{over_floor:.3f}", of_fa3])
+    return table(("GPU", "time / floor", "time / FA3's"), rows)
+
+
+def over_floor(head: str, calls: dict[str, Any]) -> str:
+    rows = ([text, us(p["us"]), us(p["floor"]), f"{p['us'] / p['floor']:.2f}"] for text, p in calls.items())
+    return table((head, "us", "floor", "us / floor"), rows)
 
 
 def variants(points: Points) -> str:
-    rows = []
-    for gpu, file, name, key in VARIANTS:
-        p = points(file)[key.format(name)]
-        rows.append([gpu, label(name), us(p["us"]), us(p["floor"]), f"{p['us'] / p['floor']:.2f}"])
-    return table(("GPU", "sequences x length", "us", "floor", "us / floor"), rows)
-
-
-def beside_even(calls: Iterable[tuple[str, float, float, float]]) -> str:
-    """Calls, each with its times in equal partitions and by default, and its floor."""
-    rows = [[text, us(even), us(default), us(floor), f"{default / floor:.2f}"] for text, even, default, floor in calls]
-    return table(("sequences", "equal partitions", "by default", "floor", "time / floor"), rows)
+    found = points("decisions/one_kernel_h200")
+    return over_floor("sequences x length", {label(name): found[f"run 3 | {name} mosaic_gpu"] for name in VARIANTS})
 
 
 def plans(points: Points) -> str:
-    found, calls = points("h100/plans"), []
-    for name, text in PLANS.items():
-        default, even = (found[f"32/8 {name} {way}"] for way in ("mosaic_gpu", "hopper"))
-        calls.append((text, even["us"], default["us"], default["floor"]))
-    return beside_even(calls)
-
-
-def uneven(points: Points) -> str:
-    found, calls = points("decisions/plan_kernels_h100"), []
-    of_kind = {
-        "float8_e4m3fn": ("cache=float8_e4m3fn scale=head", "a plan for 2 a SM, tile 64, 2 a SM"),
-        "16 query tokens": ("q_len=16", "a plan for 1 a SM"),
-    }
-    for kind, (options, default) in of_kind.items():
-        for batch in ("8 x 1024, one of 131072", "24 x 1024, one of 32768", "8 x 8192"):
-            point = found[f"run 3 | 32/8 {batch} {options}"]
-            calls.append((f"{batch}, {kind}", point["even"], point[default], point["floor"]))
-    return beside_even(calls)
+    found = points("h100/plans")
+    return over_floor("sequences", {text: found[f"32/8 {name} mosaic_gpu"] for name, text in PLANS.items()})
 
 
 def outliers(points: Points) -> str:
@@ -145,11 +120,10 @@ def outliers(points: Points) -> str:
     rows = []
     for factor, its in sorted(found.items()):
         row = [str(factor), str(len(its))]
-        for way in ("even", "default"):
-            ratios = [point[way] / point["floor"] for point in its]
-            row.append(f"{statistics.geometric_mean(ratios):.2f}, at most {max(ratios):.2f}")
+        ratios = [point["default"] / point["floor"] for point in its]
+        row.append(f"{statistics.geometric_mean(ratios):.2f}, at most {max(ratios):.2f}")
         rows.append(row)
-    return table(("times as long", "batches", "equal partitions", "by default"), rows)
+    return table(("times as long", "batches", "time / floor"), rows)
 
 
 def shared(points: Points) -> str:
@@ -163,18 +137,16 @@ def shared(points: Points) -> str:
 def portable(points: Points) -> str:
     found, rows = points("h100/portable"), []
     for name in PORTABLE:
-        ways = [found[f"32/8 {name} {way}"] for way in ("mosaic_gpu", "tma", "cp_async", "xla")]
+        ways = [found[f"32/8 {name} {way}"] for way in ("tma", "cp_async", "xla")]
         rows.append([label(f"32/8 {name}"), *(us(way["us"]) for way in ways), us(ways[0]["floor"])])
-    head = "sequences x length", "former Hopper kernel", "TMA", "cp.async", "XLA", "floor"
+    head = "sequences x length", "TMA", "cp.async", "XLA", "floor"
     return table(head, rows)
 
 
 def kernel_steps(points: Points) -> str:
     steps, kernels = points("h100/kernel_steps"), points("h100/portable")
     found = {text: steps[f"32/8 64x2048, {text}"] for text in KERNEL_STEPS}
-    found |= {text: kernels[f"32/8 64x2048 {way}"] for way, text in KERNELS.items()}
-    rows = ([text, us(p["us"]), us(p["floor"]), f"{p['us'] / p['floor']:.2f}"] for text, p in found.items())
-    return table(("step", "us", "floor", "us / floor"), rows)
+    return over_floor("step", found | {"8 the decode kernel": kernels["32/8 64x2048 tma"]})
 
 
 def prefill(points: Points) -> str:
@@ -207,13 +179,12 @@ def portable_prefill(points: Points) -> str:
 
 
 def quantised(points: Points) -> str:
-    rows = []
-    for gpu, name in QUANTISED:
-        found = points(f"{gpu.lower()}/quantised")
-        times = [found.get(f"{name}{cache}", {}).get("us") for cache in ("", *CACHES)]
-        rows.append([gpu, label(name), *(us(time) if time else "" for time in times)])
+    exact, found, rows = points("h200/decode"), points("decisions/one_kernel_h200"), []
+    for name in QUANTISED:
+        times = [found[f"run 2 | {name}{cache} tma"]["us"] for cache in CACHES]
+        rows.append([label(name), us(exact[name]["us"]) if name in exact else "", *map(us, times)])
     columns = (cache.replace(" cache=", "").replace(" scale=", ", ") for cache in CACHES)
-    return table(("GPU", "sequences x length", "bfloat16", *columns), rows)
+    return table(("sequences x length", "bfloat16", *columns), rows)
 
 
 def prefill_8bit(points: Points) -> str:

@@ -23,7 +23,6 @@ TABLES: dict[str, Callable[[Points], str]] = {
     "peers": kernel_tables.peers,
     "variants": kernel_tables.variants,
     "plans": kernel_tables.plans,
-    "uneven": kernel_tables.uneven,
     "outliers": kernel_tables.outliers,
     "prefill": kernel_tables.prefill,
     "packed": kernel_tables.packed,

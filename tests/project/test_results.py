@@ -22,7 +22,7 @@ TEXTS = {
 
 
 def named(text: str) -> set[str]:
-    """The result files that a text names: `h100/decode.json`, or in a comment of a rule [parts_h100, pairs_h100]."""
+    """The result files that a text names: `h100/decode.json`, or in a comment of a rule [plans_h100, seats_h100]."""
     text = re.sub(r"\n *# *", " ", text)  # a comment of several lines as one
     brackets = re.findall(r"\[((?:\w+_h\d00[,\s]*)+)(?: of benchmarks/results/decisions/)?\]", text)
     decisions = {f"decisions/{name}.json" for found in brackets for name in re.findall(r"\w+_h\d00", found)}
@@ -70,14 +70,13 @@ DECISIONS = re.findall(r"^\| `(\w+)` \| (.*) \| `(\w+)` \|$", INDEX.read_text(),
 
 def test_the_index_of_decisions_has_every_file_and_the_rules_that_there_are():
     code = {path: text for path, text in TEXTS.items() if path.parts[0] in ("jaxpaged", "pallas_kernels")}
-    assert {f"decisions/{file}.json" for *_, file in DECISIONS} == {f for f in FILES if f.startswith("decisions/")}
+    indexed = {f"decisions/{file}.json" for *_, file in DECISIONS}
+    assert indexed == {file for file in FILES if file.startswith("decisions/")}
     defined = {name for text in code.values() for name in re.findall(r"^ *(?:def|class) (\w+)|^(\w+) = ", text, re.M)}
-    rules = {rule for rule, *_ in DECISIONS} - {"gone"}
-    missing = rules - {name for pair in defined for name in pair}
-    assert not missing, f"{INDEX} names rules that the code has no more: rename them there, or write `gone`"
-    ruled = {f"decisions/{file}.json" for rule, _, file in DECISIONS if rule != "gone"}
+    missing = {rule for rule, *_ in DECISIONS} - {name for pair in defined for name in pair}
+    assert not missing, f"{INDEX} names rules that the code has no more: rename them there, or remove them"
     beside = {file for file in set().union(*map(named, code.values())) if file.startswith("decisions/")}
-    assert beside == ruled, f"the comments beside rules, and {INDEX}, name other files"
+    assert beside == indexed, f"the comments beside rules, and {INDEX}, name other files"
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.stem)

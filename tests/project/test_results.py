@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks.figures import ages, tables
+from benchmarks.figures import tables
 from benchmarks.harness import Store
 
 ROOT, RESULTS = tables.ROOT, tables.RESULTS
@@ -41,27 +41,6 @@ def test_a_result_file_has_the_one_form(file):
 
 def test_every_result_file_is_named_and_every_named_one_exists():
     assert set().union(*map(named, TEXTS.values())) == set(FILES)
-
-
-def test_the_table_of_ages_has_every_file_and_its_commit():
-    rows = dict(re.findall(r"^\| `(\S+\.json)` \| (.*) \|$", ages.PAGE.read_text(), re.MULTILINE))
-    assert list(rows) == FILES, "run `python -m benchmarks.figures.ages`"
-    for file, row in rows.items():
-        content = json.loads((RESULTS / file).read_text())
-        assert content["date"] in row
-        assert f"`{content['commit']}`" in row or " before `" in row
-        assert all((ROOT / path).exists() for path in ages.find_code(RESULTS / file)), f"where is what {file} measures?"
-
-
-def test_the_ages_are_those_of_the_history():
-    text = ages.PAGE.read_text()
-    (counted_at,) = re.findall(r"^Counted at `(\w+)`", text, re.MULTILINE)
-    if not ages.has_history() or ages.git("merge-base", "--is-ancestor", counted_at, "HEAD") is None:
-        pytest.skip("the commits were counted in a history that is not here")
-    assert ages.filled(text, counted_at) == text, "run `python -m benchmarks.figures.ages`"
-    older = re.sub(r"\d+ \|$", "999 |", text, count=1, flags=re.MULTILINE)
-    assert older != text
-    assert ages.filled(older, counted_at) == text
 
 
 INDEX = RESULTS / "decisions" / "README.md"

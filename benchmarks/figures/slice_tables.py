@@ -13,6 +13,13 @@ KERNELS = {  # of a step of the engine, by their names
     "writes to the cache": "^input_scatter",
 }
 V2LITE = CONFIGS["v2lite"]
+SLICES = {  # by how the file calls them
+    "1_step_us": "one step, the default for an 8B model",
+    "2_steps_us": "two steps",
+    "2_steps_at_once_us": "two steps, `step` called at once",
+    "3_steps_us": "three steps",
+    "unknown_number_us": "two steps, ended by a condition",
+}
 SHOWN = {"single_64": "64 rows, ms", "single_384": "384 rows, ms"}
 
 
@@ -36,6 +43,14 @@ def engine_profile(points: Points) -> str:
     whole = sum(in_run.values())
     rows = [[name, f"{ms:.0f}", f"{ms / whole:.1%}", alone.get(name, "")] for name, ms in in_run.items()]
     return table(("", "ms", "of the time", "the same steps by themselves, ms"), rows)
+
+
+def slices(points: Points) -> str:
+    """Median waits for tokens, by the number of steps in a slice."""
+    found, p50 = points("decisions/slices_h100"), "arrivals, 32 layers, 10 a second, p50"
+    waits = [found[f"{p50} {wait}"] for wait in ("to the first token", "between tokens")]
+    rows = ([text, *(f"{of[key] / 1e3:.1f}" if key in of else "" for of in waits)] for key, text in SLICES.items())
+    return table(("slices of", "first token, ms", "between tokens, ms"), rows)
 
 
 def latent_profile(points: Points) -> str:

@@ -31,6 +31,7 @@ TABLES: dict[str, Callable[[Points], str]] = {
     "beside vllm": system_tables.beside_vllm,
     "engine": system_tables.engine,
     "arrivals": system_tables.arrivals,
+    "slices": slice_tables.slices,
     "engine profile": slice_tables.engine_profile,
     "latent profile": slice_tables.latent_profile,
     "host memory": system_tables.host_memory,

@@ -4,9 +4,9 @@
 
     python examples/generate.py --chat --prompt "What is a page table?" --prompt "Name three rivers."
     python examples/generate.py --shared-prefix LICENSE --prompt "In short, this license" --prompt "A user of it must"
-    python examples/generate.py --chat --drafts 8 --prompt "Count from one to twenty, twice."
+    python examples/generate.py --chat --num-speculative-tokens 8 --prompt "Count from one to twenty, twice."
 
-With --drafts a `jaxpaged.Engine` generates instead, and guesses tokens from what a text repeats.
+With --num-speculative-tokens a `jaxpaged.Engine` generates instead, and guesses tokens from what a text repeats.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpaged import SamplingParams
+from jaxpaged import EngineOptions, SamplingParams
 from lib.checkpoint import load_model
 from lib.command_line import (
     Request,
@@ -92,7 +92,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--num-blocks", type=positive, help="blocks in the pool, the null block included; default: what is needed"
     )
     parser.add_argument(
-        "--drafts",
+        "--num-speculative-tokens",
         type=positive,
         default=0,
         metavar="N",
@@ -116,8 +116,12 @@ def main(arguments: list[str] | None = None) -> int:
 
     if args.cache_scale is not None and args.cache_dtype not in QUANTISED:
         raise RequestError(f"--cache-scale goes with --cache-dtype {', '.join(QUANTISED)}; got {args.cache_dtype}.")
-    if args.drafts and (args.shared_prefix or args.num_blocks or args.stream or args.cache_dtype != args.dtype):
-        raise RequestError("--drafts: leave out --shared-prefix, --num-blocks, --stream and --cache-dtype.")
+    if args.num_speculative_tokens and (
+        args.shared_prefix or args.num_blocks or args.stream or args.cache_dtype != args.dtype
+    ):
+        raise RequestError(
+            "--num-speculative-tokens: leave out --shared-prefix, --num-blocks, --stream and --cache-dtype."
+        )
     shared_text = read_text(args.shared_prefix, "shared prefix") if args.shared_prefix else ""
     if args.cache_scale in ("tensor", "head") and args.tensor_parallel > 1:
         raise RequestError(
@@ -129,7 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
     prefix = common_prefix(prompts, args.block_size) if shared_text else None
     load = functools.partial(load_model, request.checkpoint, args.dtype)
     model, config, mesh = spread(load, config, args.tensor_parallel)
-    if args.drafts:
+    if args.num_speculative_tokens:
         with matmul_precision(args):
             generate_with_drafts(model, config, request, sampling, args, mesh)
         return 0
@@ -194,19 +198,15 @@ def generate_with_drafts(
         )
         for i, limit in enumerate(limits)
     ]
-    max_length = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
-    begin = time.perf_counter()
-    engine = create_engine(
-        model,
-        config,
-        num_seats=len(prompts),
-        max_length=max_length,
-        block_size=args.block_size,
-        dtype=args.dtype,
-        mesh=mesh,
-        drafts=min(args.drafts, max_length),
+    max_model_len = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
+    options = EngineOptions(
+        max_num_seqs=len(prompts),
+        max_model_len=max_model_len,
+        num_speculative_tokens=min(args.num_speculative_tokens, max_model_len),
         num_stop_ids=len(stop_ids),
     )
+    begin = time.perf_counter()
+    engine = create_engine(model, config, options, block_size=args.block_size, dtype=args.dtype, mesh=mesh)
     compiled, begin = time.perf_counter() - begin, time.perf_counter()
     tokens = [output.outputs[0].token_ids for output in engine.generate(prompts, params)]
     seconds, stats = time.perf_counter() - begin, engine.stats()

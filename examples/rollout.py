@@ -2,14 +2,14 @@
 
     python examples/rollout.py
     python examples/rollout.py --rounds 20 --seed 1
-    python examples/rollout.py --drafts 2
+    python examples/rollout.py --num-speculative-tokens 2
 
 A prompt says one letter eight times, and asks for more. The reward is the share of that letter in a completion. A round
 samples n completions of each prompt, whose prompt is computed once; a completion's advantage is its reward minus the
 mean of its prompt's, over their standard deviation, as in GRPO (Shao et al., 2024, https://arxiv.org/abs/2402.03300).
 The learner takes one step of Adam along the gradient, and the engine gets its weights. `model` is the model of both:
-the engine gives it paged attention, and the learner dense attention. With --drafts, a step guesses tokens of a
-completion from its own text or another completion's of its prompt; the tokens stay the same.
+the engine gives it paged attention, and the learner dense attention. With --num-speculative-tokens, a step guesses
+tokens of a completion from its own text or another completion's of its prompt; the tokens stay the same.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged import Engine, KVCache, Rollout, SamplingParams
+from jaxpaged import Engine, EngineOptions, KVCache, Rollout, SamplingParams
 
 LETTERS, FEATURES, HEADS, HEAD_DIM = 16, 64, 4, 16  # the last letter asks
 PROMPT, NEW, PROMPTS, COMPLETIONS = 9, 8, 16, 8
@@ -96,28 +96,36 @@ def learn(learner: Any, prompts: jax.Array, rollout: Rollout) -> tuple[Any, jax.
     return (weights, mean, square, count), rewards.mean()
 
 
-def create_engine(weights: Any, drafts: int = 0) -> Engine:
-    seats, block_size = PROMPTS * COMPLETIONS, 4
+def create_engine(weights: Any, num_drafts: int = 0) -> Engine:
+    completions, block_size = PROMPTS * COMPLETIONS, 4
     cache = KVCache.create(
-        num_blocks=1 + seats * -(-(PROMPT + NEW) // block_size),
+        num_blocks=1 + completions * -(-(PROMPT + NEW) // block_size),
         block_size=block_size,
         num_kv_heads=HEADS,
         head_dim=HEAD_DIM,
         dtype=jnp.float32,
     )
-    sizes: dict[str, Any] = dict(num_seats=seats, max_length=PROMPT + NEW, chunk_tokens=PROMPTS * PROMPT)
-    # All steps of an exact engine have the rows of the widest: beside a token of each seat there is room for drafts.
-    sizes |= dict(drafts=drafts, exact=drafts > 0, widths=())
-    return Engine(model, weights, cache, prefix_cache=True, steps_per_slice=NEW + 2, **sizes)
+    options = EngineOptions(
+        max_num_seqs=completions,
+        max_model_len=PROMPT + NEW,
+        chunk_tokens=PROMPTS * PROMPT,
+        widths=(),
+        prefix_cache=True,
+        steps_per_slice=NEW + 2,
+        num_speculative_tokens=num_drafts,
+        # All steps then have the rows of the widest, with room for drafts of each completion.
+        batch_invariant=num_drafts > 0,
+    )
+    return Engine(model, weights, cache, options=options)
 
 
-def train(num_rounds: int, seed: int, drafts: int = 0) -> Iterator[tuple[float, Rollout]]:
+def train(num_rounds: int, seed: int, num_drafts: int = 0) -> Iterator[tuple[float, Rollout]]:
     """Yields the mean reward of each round, and its rollout."""
     rng = np.random.default_rng(seed)
     weights = first_weights(seed)
     zeros = jax.tree.map(jnp.zeros_like, weights)
     learner = (weights, zeros, zeros, jnp.zeros(()))
-    engine = create_engine(weights, drafts)
+    engine = create_engine(weights, num_drafts)
     for _ in range(num_rounds):
         said = rng.integers(0, LETTERS - 1, (PROMPTS, 1))
         prompts = np.concatenate([said.repeat(PROMPT - 1, axis=1), np.full_like(said, LETTERS - 1)], axis=1)
@@ -132,10 +140,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--drafts", type=int, default=0, help="most tokens of a completion to guess in a step")
+    parser.add_argument(
+        "--num-speculative-tokens", type=int, default=0, help="most tokens of a completion to guess in a step"
+    )
     args = parser.parse_args(arguments)
     begin = time.perf_counter()
-    for i, (reward, _) in enumerate(train(args.rounds, args.seed, args.drafts)):
+    for i, (reward, _) in enumerate(train(args.rounds, args.seed, args.num_speculative_tokens)):
         if i % 10 == 0 or i == args.rounds - 1:
             print(f"round {i}: mean reward {reward:.3f}")
     print(f"{time.perf_counter() - begin:.1f} s", file=sys.stderr)

@@ -17,7 +17,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpaged import CacheCapacity, cache_capacity, layer_groups
+from jaxpaged import CacheCapacity, EngineOptions, cache_capacity, layer_groups
 from lib.adapters import adapt, read_adapter, replace_adapter
 from lib.checkpoint import default_path, load_model, read_checkpoint
 from lib.command_line import (
@@ -53,10 +53,14 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help=f"the key that clients must send; default: ${API_KEY}, which other users of the machine cannot see",
     )
     parser.add_argument(
-        "--num-seats", type=positive, default=16, metavar="N", help="completions that run at once; default: %(default)s"
+        "--max-num-seqs",
+        type=positive,
+        default=16,
+        metavar="N",
+        help="completions that run at once; default: %(default)s",
     )
     parser.add_argument(
-        "--max-length",
+        "--max-model-len",
         type=positive,
         default=MOST_TOKENS,
         metavar="N",
@@ -64,7 +68,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     pool = parser.add_mutually_exclusive_group()
     pool.add_argument(
-        "--num-blocks", type=positive, help="blocks in the pool; default: what all seats need at --max-length"
+        "--num-blocks",
+        type=positive,
+        help="blocks in the pool; default: what --max-num-seqs completions need at --max-model-len",
     )
     pool.add_argument("--cache-mb", type=positive, metavar="N", help="memory of the pool, all layers, in 10^6 bytes")
     parser.add_argument(
@@ -106,7 +112,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="with --runtime-adapters: their largest rank; default: %(default)s",
     )
     parser.add_argument(
-        "--drafts",
+        "--num-speculative-tokens",
         type=positive,
         default=0,
         metavar="N",
@@ -155,7 +161,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         type=positive,
         default=128,
         metavar="N",
-        help="completions that may wait for a seat; default: %(default)s",
+        help="completions that may wait for others to end; default: %(default)s",
     )
     parser.add_argument(
         "--max-body-bytes",
@@ -196,7 +202,7 @@ def find_capacity(config: LlamaConfig, args: argparse.Namespace) -> CacheCapacit
     try:
         return cache_capacity(
             args.cache_mb * 10**6,
-            [min(args.max_length, config.context)],
+            [min(args.max_model_len, config.context)],
             num_layers=config.num_layers,
             **config.cache_sizes | dict(num_kv_heads=kv_heads),
             block_size=args.block_size,
@@ -207,20 +213,20 @@ def find_capacity(config: LlamaConfig, args: argparse.Namespace) -> CacheCapacit
         raise RequestError(f"--cache-mb {args.cache_mb} is too small: {error}") from error
 
 
-def find_max_length(config: LlamaConfig, args: argparse.Namespace, num_blocks: int | None) -> int:
-    """The most tokens of a request. Reports that it is less than --max-length. Raises `RequestError`."""
-    max_length, reason = min(args.max_length, config.context), f"the model's context is {config.context:,}"
+def find_max_model_len(config: LlamaConfig, args: argparse.Namespace, num_blocks: int | None) -> int:
+    """The most tokens of a request. Reports that it is less than --max-model-len. Raises `RequestError`."""
+    max_model_len, reason = min(args.max_model_len, config.context), f"the model's context is {config.context:,}"
     if num_blocks is not None:
         groups = layer_groups(layer_windows(config))
         blocks_for = functools.partial(groups.num_blocks, block_size=args.block_size)
-        that_fit = bisect.bisect_right(range(max_length + 1), num_blocks - 1, key=blocks_for) - 1
-        if that_fit < max_length:
-            max_length, reason = that_fit, f"the pool has {num_blocks:,} blocks"
-    if max_length < 2:
-        raise RequestError("A request must have room for two tokens; pass a larger --max-length or --num-blocks.")
-    if max_length < args.max_length:
-        say(f"Requests may have {max_length:,} tokens, fewer than --max-length {args.max_length:,}: {reason}.")
-    return max_length
+        that_fit = bisect.bisect_right(range(max_model_len + 1), num_blocks - 1, key=blocks_for) - 1
+        if that_fit < max_model_len:
+            max_model_len, reason = that_fit, f"the pool has {num_blocks:,} blocks"
+    if max_model_len < 2:
+        raise RequestError("A request must have room for two tokens; pass a larger --max-model-len or --num-blocks.")
+    if max_model_len < args.max_model_len:
+        say(f"Requests may have {max_model_len:,} tokens, fewer than --max-model-len {args.max_model_len:,}: {reason}.")
+    return max_model_len
 
 
 def create_service(args: argparse.Namespace) -> "Service":
@@ -250,35 +256,32 @@ def create_service(args: argparse.Namespace) -> "Service":
             f"The cache takes {capacity.num_bytes / 1e6:,.1f} MB: {num_blocks:,} blocks for "
             f"{capacity.num_tokens:,} tokens, or {capacity.num_seqs:,} of the longest requests."
         )
-    max_length = find_max_length(checkpoint.config, args, num_blocks)
+    max_model_len = find_max_model_len(checkpoint.config, args, num_blocks)
     load = functools.partial(load_model, checkpoint, args.dtype)
     model, config, mesh = spread(load, checkpoint.config, args.tensor_parallel)
     if num_adapters:
         factors = [read_adapter(folder) for _, folder in args.adapter]
         empty: dict[str, Any] = dict(num_empty=args.runtime_adapters, most_rank=args.max_adapter_rank)
         adapt(model, config, factors, args.dtype, **empty if args.runtime_adapters else {})
+    options = EngineOptions(
+        max_num_seqs=args.max_num_seqs,
+        max_model_len=max_model_len,
+        chunk_tokens=args.chunk_tokens,
+        steps_per_slice=args.steps_per_slice,
+        prefix_cache=args.prefix_cache,
+        host_cache_bytes=args.host_cache_mb and args.host_cache_mb * 10**6,
+        num_adapters=num_adapters,
+        num_speculative_tokens=args.num_speculative_tokens,
+        max_logprobs=args.max_logprobs,
+        num_stop_ids=len(checkpoint.tokenizer.eos_ids) + MOST_STOP_IDS,
+        seed=secrets.randbits(32),
+    )
     with matmul_precision(args):
         engine = create_engine(
-            model,
-            config,
-            mesh=mesh,
-            num_seats=args.num_seats,
-            max_length=max_length,
-            block_size=args.block_size,
-            num_blocks=num_blocks,
-            dtype=args.dtype,
-            chunk_tokens=args.chunk_tokens,
-            steps_per_slice=args.steps_per_slice,
-            prefix_cache=args.prefix_cache,
-            host_cache_bytes=args.host_cache_mb and args.host_cache_mb * 10**6,
-            num_adapters=num_adapters,
-            drafts=args.drafts,
-            max_logprobs=args.max_logprobs,
-            num_stop_ids=len(checkpoint.tokenizer.eos_ids) + MOST_STOP_IDS,
-            seed=secrets.randbits(32),
+            model, config, options, mesh=mesh, block_size=args.block_size, num_blocks=num_blocks, dtype=args.dtype
         )
     return Service(
-        EngineThread(engine, most_completions=args.num_seats + args.max_queue),
+        EngineThread(engine, most_completions=args.max_num_seqs + args.max_queue),
         checkpoint,
         served_names=tuple(served_names),
         adapters=AdapterSlots(
@@ -286,7 +289,7 @@ def create_service(args: argparse.Namespace) -> "Service":
             num_empty=args.runtime_adapters,
             write=functools.partial(replace_adapter, model, config) if args.runtime_adapters else None,
         ),
-        max_length=max_length,
+        max_model_len=max_model_len,
         max_logprobs=args.max_logprobs,
         api_key=args.api_key,
         max_body_bytes=args.max_body_bytes,

@@ -8,6 +8,7 @@ its generations is computed once, and new weights are taken by reference. The to
 prompt's letter in a completion.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,6 +31,8 @@ with imports(__doc__):
 
     from tunix_qwen3 import paged
 
+OPTIONS = jaxpaged.EngineOptions(max_num_seqs=64, prefix_cache=True)
+
 
 class EngineRollout(BaseRollout):
     """Tunix's rollout worker on a `jaxpaged.Engine`, for models on one device.
@@ -37,12 +40,11 @@ class EngineRollout(BaseRollout):
     Args:
         rollout_actor: the model, a Qwen3 of Tunix. For others write a `paged` as in tunix_qwen3.py.
         tokenizer: what Tunix takes.
-        rollout_config: its largest prompt and completion make the engine's `max_length`.
+        rollout_config: its largest prompt and completion make the engine's `max_model_len`.
         mesh: Tunix passes it; not used.
-        num_seats: the completions that run at once.
         block_size: tokens of a block.
-        seed: of the engine; completions differ although their prompts are equal.
-        options: of the engine.
+        options: of the engine. `max_num_seqs` completions run at once, and `seed` makes completions of equal prompts
+            differ. `max_model_len` follows from `rollout_config`.
     """
 
     def __init__(
@@ -52,20 +54,19 @@ class EngineRollout(BaseRollout):
         rollout_config: RolloutConfig,
         mesh: Any = None,
         *,
-        num_seats: int = 64,
         block_size: int = 16,
-        seed: int = 0,
-        **options: Any,
+        options: jaxpaged.EngineOptions = OPTIONS,
     ):
         del mesh
         self._model, self._tokenizer = rollout_actor, TokenizerAdapter(tokenizer)
         apply, weights = paged(rollout_actor)
         self._arrays = jax.tree.leaves(weights)  # those that the engine has
         config = rollout_actor.config
-        max_length = rollout_config.max_prompt_length + rollout_config.max_tokens_to_generate
+        assert options.max_num_seqs is not None
+        max_model_len = rollout_config.max_prompt_length + rollout_config.max_tokens_to_generate
         caches = tuple(
             jaxpaged.KVCache.create(
-                num_blocks=1 + num_seats * -(-max_length // block_size),
+                num_blocks=1 + options.max_num_seqs * -(-max_model_len // block_size),
                 block_size=block_size,
                 num_kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim,
@@ -73,8 +74,8 @@ class EngineRollout(BaseRollout):
             )
             for _ in range(config.num_layers)
         )
-        sizes: dict[str, Any] = dict(num_seats=num_seats, max_length=max_length, prefix_cache=True, seed=seed)
-        self.engine = jaxpaged.Engine(apply, weights, caches, **sizes | options)
+        options = dataclasses.replace(options, max_model_len=max_model_len)
+        self.engine = jaxpaged.Engine(apply, weights, caches, options=options)
 
     def generate(self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any) -> RolloutOutput:
         del kwargs
@@ -211,7 +212,7 @@ def train(num_rounds: int, seed: int = 0) -> list[float]:
         tokenizer=Letters(),
         cluster_config=ClusterConfig(
             role_to_mesh=dict.fromkeys((Role.ACTOR, Role.REFERENCE, Role.ROLLOUT), mesh),
-            rollout_engine=functools.partial(EngineRollout, num_seats=64, block_size=4),
+            rollout_engine=functools.partial(EngineRollout, block_size=4),
             training_config=RLTrainingConfig(
                 actor_optimizer=optax.adam(3e-3), eval_every_n_steps=10**6, max_steps=num_rounds
             ),

@@ -27,6 +27,7 @@ from jaxpaged._cache.zeroing import zero_blocks
 from jaxpaged._debug import debug_checks
 from jaxpaged._engine.engine import Engine
 from jaxpaged._engine.generate import generate
+from jaxpaged._engine.options import EngineOptions
 from jaxpaged._engine.records import Completion, EngineStats, RequestOutput, SamplingParams, Score
 from jaxpaged._engine.rollouts import Rollout
 from jaxpaged._engine.step_attention import StepAttention
@@ -45,6 +46,7 @@ __all__ = [
     "CacheLayer",
     "Completion",
     "Engine",
+    "EngineOptions",
     "EngineStats",
     "Explanation",
     "KVCache",

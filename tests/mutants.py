@@ -575,7 +575,7 @@ MUTANTS = (
         "jaxpaged/_engine/slices.py",
         "step.sampling.adapter.at[step.seats]",
         "step.sampling.adapter.at[step.seats // 2]",
-        "tests/engine/test_adapters.py::exact",
+        "tests/engine/test_adapters.py::batch_invariant",
     ),
     Mutant(
         "adapters: rsLoRA has LoRA's scale",
@@ -876,11 +876,11 @@ MUTANTS = (
         "tests/engine/test_engine.py::abort_of_one and False",
     ),
     Mutant(
-        "engine: exact in steps of every shape",
+        "engine: batch-invariant in steps of every shape",
         KINDS,
-        "    if exact:\n        return",
+        "    if batch_invariant:\n        return",
         "    if False:\n        return",
-        "tests/engine/test_engine.py::exact_engine",
+        "tests/engine/test_engine.py::batch_invariant",
     ),
     Mutant(
         "sampling: what top_p cuts is drawn",

@@ -234,7 +234,7 @@ def test_an_exception_of_the_block_has_the_findings_as_notes():
 
 def test_an_engine_is_not_reported():
     with debug_checks():
-        engine = create_engine(exact=True)
+        engine = create_engine(batch_invariant=True)
         prompts = [[1, 2, 3], [4] * 9, [5]]
         outputs = engine.generate(prompts, SamplingParams(max_tokens=4))
     assert len(outputs) == 3

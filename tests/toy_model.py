@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.random import threefry_2x32
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpaged import Engine, KVCache, SamplingParams, rotary_frequencies, rotate_and_write_kv
+from jaxpaged import Engine, EngineOptions, KVCache, SamplingParams, rotary_frequencies, rotate_and_write_kv
 from jaxpaged._engine import kinds, program
 from jaxpaged._engine.sampling import DRAWS
 
@@ -136,12 +136,12 @@ def continuation_of(logits_of, prompt, params):
 
 
 def create_engine(
-    *, model=apply, weights=None, cache=None, num_blocks=BLOCKS + 1, device=None, shares=False, **options
+    *, model=apply, weights=None, cache=None, num_blocks=BLOCKS + 1, device=None, shares=False, draft=None, **options
 ):
     """`shares`: with a prefix cache, shared blocks are read once as soon as there are any, as for larger ones on a GPU:
     two more kinds of steps to compile."""
-    sizes = dict(num_seats=SEATS, max_length=MAX_TOKENS, max_requests=MAX_REQUESTS, steps_per_slice=STEPS)
-    # Not optimised: compiling takes longer than running. `exact`: one kind of steps, which compiles sooner.
+    sizes = dict(max_num_seqs=SEATS, max_model_len=MAX_TOKENS, max_requests=MAX_REQUESTS, steps_per_slice=STEPS)
+    # Not optimised: compiling takes longer than running. `batch_invariant`: one kind of steps, which compiles sooner.
     sizes |= dict(num_stop_ids=2, chunk_tokens=16, compiler_options={"xla_backend_optimization_level": 0})
     if cache is None:
         cache = KVCache.create(
@@ -150,7 +150,7 @@ def create_engine(
         weights, cache = jax.device_put((random_weights() if weights is None else weights, cache), device)
     least = mock.patch.object(program, "chosen_least_spared", return_value=1 if shares else None)
     with least, mock.patch.object(kinds, "SHARING_TOKENS", 0):
-        return Engine(model, weights, cache, **sizes | options)
+        return Engine(model, weights, cache, draft=draft, options=EngineOptions(**sizes | options))
 
 
 def not_compiled():
@@ -163,7 +163,7 @@ def one_kind_of_steps():
     """Engines have one kind of steps, which compiles sooner: the widest, which is taken whatever is to be computed."""
 
     def make_kinds(num_seats, chunk_tokens, widths=(), *, cost=None, **_):
-        (kind,) = kinds.make_kinds(num_seats, chunk_tokens, exact=True, cost=cost)
+        (kind,) = kinds.make_kinds(num_seats, chunk_tokens, batch_invariant=True, cost=cost)
         return (dataclasses.replace(kind, num_partitions=None),)
 
     with mock.patch.object(program, "make_kinds", make_kinds):
@@ -173,14 +173,14 @@ def one_kind_of_steps():
 ENGINES = {}  # by their options: an engine that has no requests is as good as a new one
 
 
-def shared_engine(chunk_tokens, *, prefix_cache=False, exact=False):
-    options = chunk_tokens, prefix_cache, exact
+def shared_engine(chunk_tokens, *, prefix_cache=False, batch_invariant=False):
+    options = chunk_tokens, prefix_cache, batch_invariant
     if options not in ENGINES:
         ENGINES[options] = create_engine(
             chunk_tokens=chunk_tokens,
             prefix_cache=prefix_cache,
             shares=prefix_cache,
-            exact=exact,
+            batch_invariant=batch_invariant,
             widths=WIDTHS[prefix_cache:],  # the narrowest without a prefix cache
         )
     return ENGINES[options]

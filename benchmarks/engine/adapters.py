@@ -37,7 +37,7 @@ from benchmarks.harness import (
     read_bandwidth,
     slope_microseconds,
 )
-from jaxpaged import Engine, StepAttention, lora
+from jaxpaged import Engine, EngineOptions, StepAttention, lora
 from jaxpaged._engine.defaults import chosen_compiler_options
 
 RANK = 16
@@ -173,10 +173,12 @@ def milliseconds(is_adapted: bool, *, toy: bool, layers: int, rounds: int) -> It
         adapted_model(config),
         weights,
         create_caches(config, sizes.num_blocks),
-        num_seats=sizes.seats,
-        max_length=2 * sizes.longest,
-        chunk_tokens=sizes.chunk,
-        num_adapters=shape.adapters if is_adapted else 0,
+        options=EngineOptions(
+            max_num_seqs=sizes.seats,
+            max_model_len=2 * sizes.longest,
+            chunk_tokens=sizes.chunk,
+            num_adapters=shape.adapters if is_adapted else 0,
+        ),
     )
     steps, kinds = Steps(engine, sizes), engine._runner.kinds
     few, many = (1, 2) if toy else (FEW_STEPS, MANY_STEPS)

@@ -32,7 +32,7 @@ from benchmarks.engine.steps import name_kind
 from benchmarks.engine.workload import BLOCK_SIZE, SIZES, Request, create_caches, workload
 from benchmarks.harness import add_output, compile_all, open_store
 from benchmarks.models.llama_step import LlamaConfig
-from jaxpaged import Engine, SamplingParams, StepAttention
+from jaxpaged import Engine, EngineOptions, SamplingParams, StepAttention
 from jaxpaged._engine.slices import Apply
 
 DRAFTS, LETTERS, PROMPT = 4, 16, 32
@@ -102,9 +102,9 @@ def full_seats(config: LlamaConfig, weights: Any, seats: int, *, is_toy: bool) -
     length = PROMPT + new
     prompts = np.random.default_rng(seats).integers(10, 10 + LETTERS, (seats, PROMPT)).tolist()
     work = [(prompt, new) for prompt in prompts]
-    sizes = dict(num_seats=seats, max_length=length, chunk_tokens=CHUNK_TOKENS[seats], steps_per_slice=32)
+    sizes = dict(max_num_seqs=seats, max_model_len=length, chunk_tokens=CHUNK_TOKENS[seats], steps_per_slice=32)
     make = functools.partial(create, config, weights, 1 + seats * -(-length // BLOCK_SIZE), **sizes)
-    drafting = functools.partial(make, widths=widths, drafts=DRAFTS)
+    drafting = functools.partial(make, widths=widths, num_speculative_tokens=DRAFTS)
     yield functools.partial(make, widths=()), [(f"{seats} seats, none", 0, work, 2)]
     wrong = {"70% right": 30, "useless": 100}
     yield (
@@ -118,18 +118,19 @@ def requests(
     config: LlamaConfig, weights: Any, model: str, counts: Sequence[int]
 ) -> Iterator[tuple[Job, list[Reading]]]:
     sizes = SIZES[model]
-    chosen = dict(num_seats=sizes.seats or None, chunk_tokens=sizes.chunk or None, max_length=2 * sizes.longest)
+    chosen = dict(max_num_seqs=sizes.seats or None, chunk_tokens=sizes.chunk or None, max_model_len=2 * sizes.longest)
     work = workload(max(counts), sizes.longest)
     make = functools.partial(create, config, weights, sizes.num_blocks, **chosen)
-    ways: dict[str, dict[str, Any]] = {"none": {}, "70% right": dict(drafts=DRAFTS, draft=draft)}
+    ways: dict[str, dict[str, Any]] = {"none": {}, "70% right": dict(num_speculative_tokens=DRAFTS, draft=draft)}
     for name, arguments in ways.items():
         readings: list[Reading] = [(f"{count} requests, {name}", 30, work[:count], 1) for count in counts]
         yield functools.partial(make, **arguments), readings
 
 
-def create(config: LlamaConfig, weights: Any, num_blocks: int, **arguments: Any) -> Engine:
+def create(config: LlamaConfig, weights: Any, num_blocks: int, draft: Any = None, **options: Any) -> Engine:
     caches = create_caches(config, num_blocks)
-    return Engine(functools.partial(ruled, packed_model(config)), weights, caches, **arguments)
+    model = functools.partial(ruled, packed_model(config))
+    return Engine(model, weights, caches, draft=draft, options=EngineOptions(**options))
 
 
 def main() -> None:

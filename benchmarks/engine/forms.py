@@ -22,7 +22,7 @@ from benchmarks.engine.steps import Steps
 from benchmarks.engine.workload import SIZES, create_caches
 from benchmarks.harness import add_output, open_store
 from benchmarks.kernels.prefill import portable_gpu
-from jaxpaged import Engine, _device
+from jaxpaged import Engine, EngineOptions, _device
 from jaxpaged._attention.decide import VARIABLE
 
 FORMS = "hopper", "portable"
@@ -38,10 +38,12 @@ def milliseconds(form: str, *, toy: bool, layers: int, length: int, rounds: int)
         packed_model(config),
         random_weights(config),
         create_caches(config, sizes.num_blocks),
-        num_seats=sizes.seats,
-        max_length=2 * sizes.longest,
-        chunk_tokens=sizes.chunk,
-        widths=(),  # the widest kind is what is timed
+        options=EngineOptions(
+            max_num_seqs=sizes.seats,
+            max_model_len=2 * sizes.longest,
+            chunk_tokens=sizes.chunk,
+            widths=(),  # the widest kind is what is timed
+        ),
     )
     steps, kind = Steps(engine, sizes), engine._runner.kinds[-1]
     few, many = (1, 2) if toy else (FEW_STEPS, MANY_STEPS)

@@ -25,7 +25,16 @@ from benchmarks.engine.model import packed_model, random_weights
 from benchmarks.engine.workload import BLOCK_SIZE
 from benchmarks.harness import add_output, open_store
 from benchmarks.models.llama_step import LlamaConfig, llama_3_8b, toy
-from jaxpaged import BlockAllocator, Engine, KVCache, LayerGroups, SamplingParams, layer_groups, rotary_frequencies
+from jaxpaged import (
+    BlockAllocator,
+    Engine,
+    EngineOptions,
+    KVCache,
+    LayerGroups,
+    SamplingParams,
+    layer_groups,
+    rotary_frequencies,
+)
 
 PARTS = "allocator", "engine"
 CHUNK = 256  # a window keeps that much more
@@ -69,11 +78,13 @@ def create(config: LlamaConfig, groups: LayerGroups, weights: object, sizes: Siz
         packed_model(config, groups),
         weights,
         tuple(create_cache(num_blocks=num_blocks) for _ in range(groups.num_caches)),
-        num_seats=(num_blocks - 1) // groups.num_blocks(sizes.length, block_size=BLOCK_SIZE, chunk_tokens=chunk),
-        max_length=sizes.length,
-        chunk_tokens=chunk,
-        widths=(),
-        windows=groups.windows,
+        options=EngineOptions(
+            max_num_seqs=(num_blocks - 1) // groups.num_blocks(sizes.length, block_size=BLOCK_SIZE, chunk_tokens=chunk),
+            max_model_len=sizes.length,
+            chunk_tokens=chunk,
+            widths=(),
+            windows=groups.windows,
+        ),
     )
 
 
@@ -82,7 +93,7 @@ def serve(engine: Engine, prompts: list[list[int]], new: int) -> dict[str, float
     engine.generate(prompts, SamplingParams(max_tokens=new, temperature=0))
     seconds, after = time.perf_counter() - begin, engine.stats()
     return {
-        "seats": after.num_seats,
+        "seats": after.max_num_seqs,
         "preempted": after.num_preempted - before.num_preempted,
         "seconds": seconds,
         "new_tokens_per_s": len(prompts) * new / seconds,
@@ -160,7 +171,7 @@ def main() -> None:
             made = threads.map(lambda groups: create(config, groups, weights, sizes, pool, chunk), ways.values())
             engines = dict(zip(ways, made, strict=True))
         rng = np.random.default_rng(0)
-        count = engines["groups"].stats().num_seats
+        count = engines["groups"].stats().max_num_seqs
         prompts = [rng.integers(10, 1000, sizes.length - sizes.new).tolist() for _ in range(count)]
         logprobs = [first_logprobs(engine, prompts[:2]) for engine in engines.values()]
         apart = float(abs(logprobs[0] - logprobs[1]).max())

@@ -30,7 +30,7 @@ from benchmarks.checks import require
 from benchmarks.engine.model import CONFIGS, packed_model, random_weights
 from benchmarks.engine.workload import BLOCK_SIZE, create_caches
 from benchmarks.harness import add_output, open_store
-from jaxpaged import Engine, SamplingParams
+from jaxpaged import Engine, EngineOptions, SamplingParams
 from jaxpaged._engine import program
 from jaxpaged._engine.host_copies import HostCopies, Run
 from jaxpaged._engine.host_tier import HostTier, NoHostTier
@@ -78,12 +78,14 @@ def create(model: str, layers: int | None, sizes: Sizes) -> Engine:
         packed_model(config),
         weights,
         caches,
-        num_seats=sizes.seats,
-        chunk_tokens=sizes.chunk,
-        max_length=sizes.long + BLOCK_SIZE,
-        widths=(),
-        prefix_cache=True,
-        host_cache_bytes=5 * total // 4,
+        options=EngineOptions(
+            max_num_seqs=sizes.seats,
+            chunk_tokens=sizes.chunk,
+            max_model_len=sizes.long + BLOCK_SIZE,
+            widths=(),
+            prefix_cache=True,
+            host_cache_bytes=5 * total // 4,
+        ),
     )
 
 

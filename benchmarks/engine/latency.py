@@ -18,7 +18,7 @@ from benchmarks.engine.model import CONFIGS, packed_model, random_weights
 from benchmarks.engine.steps import Steps
 from benchmarks.engine.workload import SIZES, create_caches
 from benchmarks.harness import add_output, add_xla, open_store
-from jaxpaged import Engine
+from jaxpaged import Engine, EngineOptions
 
 LAYERS, REPEATS = 8, 20
 
@@ -60,10 +60,12 @@ def main() -> None:
         packed_model(config),
         random_weights(config),
         create_caches(config, sizes.num_blocks),
-        num_seats=sizes.seats or None,
-        max_length=longest + sizes.longest,
-        chunk_tokens=sizes.chunk or None,
-        compiler_options=options.xla,
+        options=EngineOptions(
+            max_num_seqs=sizes.seats or None,
+            max_model_len=longest + sizes.longest,
+            chunk_tokens=sizes.chunk or None,
+            compiler_options=options.xla,
+        ),
     )
     steps = Steps(engine, sizes)
     sizes = steps.sizes

@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     engine = create_engine(options.model, steps_per_slice=options.steps_per_slice, compiler_options=options.xla)
     stats = engine.stats()
     settings: dict[str, Any] = dict(seconds=options.seconds, steps_per_slice=options.steps_per_slice)
-    settings |= dict(num_seats=stats.num_seats, chunk_tokens=stats.chunk_tokens, widths=list(stats.widths))
+    settings |= dict(num_seats=stats.max_num_seqs, chunk_tokens=stats.chunk_tokens, widths=list(stats.widths))
     print(f"{settings}, made in {time.perf_counter() - begin:.0f} s", flush=True)
     store = open_store(f"engine_online_{options.model}", options, **settings)
     measure(engine, store, options.rates, seconds=options.seconds, longest=SIZES[options.model].longest)

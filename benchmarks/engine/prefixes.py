@@ -29,7 +29,7 @@ from benchmarks.engine.model import CONFIGS, packed_model, random_weights
 from benchmarks.engine.workload import SIZES, Request, Sizes, create_caches, workload
 from benchmarks.harness import add_output, open_store
 from benchmarks.models.decode_step import cache_copies
-from jaxpaged import BlockAllocator, Engine, SamplingParams, Scheduler
+from jaxpaged import BlockAllocator, Engine, EngineOptions, SamplingParams, Scheduler
 from jaxpaged._engine import program
 
 ENGINES = "off", "each", "on"
@@ -103,15 +103,18 @@ def main() -> None:
     config, sizes = CONFIGS[options.model], SIZES[options.model]
     store = open_store(f"engine_prefixes_{options.model}", options)
     weights = random_weights(config)
-    create = functools.partial(
-        Engine, num_seats=sizes.seats or None, max_length=3 * sizes.longest, chunk_tokens=sizes.chunk or None
+    options_of = functools.partial(
+        EngineOptions,
+        max_num_seqs=sizes.seats or None,
+        max_model_len=3 * sizes.longest,
+        chunk_tokens=sizes.chunk or None,
     )
     for name in options.engines:
         begin = time.perf_counter()
         caches, prefix_cache = create_caches(config, sizes.num_blocks), name != "off"
         least_spared = program.chosen_least_spared if name == "on" else lambda _: None
         with mock.patch.object(program, "chosen_least_spared", least_spared):
-            engine = create(packed_model(config), weights, caches, prefix_cache=prefix_cache)
+            engine = Engine(packed_model(config), weights, caches, options=options_of(prefix_cache=prefix_cache))
         del caches
         point: dict[str, Any] = dict(compile_s=time.perf_counter() - begin)
         point["cache_copies"] = cache_copies(engine._runner.program.run.as_text() or "", engine._runner.state.caches[0])

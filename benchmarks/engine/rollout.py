@@ -78,9 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.toy = options.model == "toy"
     store = open_store(f"rollout_{options.model}", options, prompts=options.prompts, completions=COMPLETIONS)
     weights, begin = random_weights(CONFIGS[options.model]), time.perf_counter()
-    seats = {"num_seats": options.seats} if options.seats else {}
+    seats = {"max_num_seqs": options.seats} if options.seats else {}
     engine = create_engine(options.model, weights, prefix_cache=True, compiler_options=options.xla, **seats)
-    print(f"compiled in {time.perf_counter() - begin:.0f} s, {engine.stats().num_seats} seats", flush=True)
+    print(f"compiled in {time.perf_counter() - begin:.0f} s, {engine.stats().max_num_seqs} seats", flush=True)
     scaled = jax.jit(lambda weights: jax.tree.map(lambda x: x * jnp.asarray(1.01, x.dtype), weights))
     longest = SIZES[options.model].longest
     engine.rollout([[1, 2, 3]], SamplingParams(max_tokens=4, n=2))

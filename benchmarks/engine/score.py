@@ -61,7 +61,8 @@ def main() -> None:
     chunk = {"chunk_tokens": options.chunk} if options.chunk else {}
     engine = create_engine(options.model, weights, compiler_options=options.xla, **chunk)
     stats = engine.stats()
-    print(f"compiled in {time.perf_counter() - begin:.0f} s, {stats.num_seats} seats, chunks of {stats.chunk_tokens}")
+    seconds = time.perf_counter() - begin
+    print(f"compiled in {seconds:.0f} s, {stats.max_num_seqs} seats, chunks of {stats.chunk_tokens}")
     rng = np.random.default_rng(0)
     sequences = rng.integers(10, min(config.vocab_size, 1000), (count, length + 1)).tolist()
     alone = [scored(engine, [sequence])[1][0] for sequence in sequences[:CHECKED]]

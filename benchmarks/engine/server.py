@@ -67,7 +67,7 @@ def serving(engine: Any, tokenizer: Tokenizer, vocab_size: int, options: argpars
 
     checkpoint = Checkpoint(SimpleNamespace(vocab_size=vocab_size), tokenizer, {})  # type: ignore[arg-type]
     thread_of_engine = EngineThread(engine, most_completions=2 * options.clients)
-    service = Service(thread_of_engine, checkpoint, ("model",), max_length=2 * SIZES[options.model].longest)
+    service = Service(thread_of_engine, checkpoint, ("model",), max_model_len=2 * SIZES[options.model].longest)
     started = threading.Event()
     server = Server(service, drain_seconds=30, on_start=started.set)
 

@@ -194,11 +194,11 @@ def main() -> None:
     engine = create_engine(
         options.model,
         weights,
-        num_seats=sizes.seats or None,
+        max_num_seqs=sizes.seats or None,
         chunk_tokens=sizes.chunk or None,
         widths=options.widths,
         steps_per_slice=options.steps_per_slice,
-        exact=options.exact,
+        batch_invariant=options.exact,
         compiler_options=options.xla,
     )
     sizes = sizes.of(engine)

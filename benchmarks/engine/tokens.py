@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from benchmarks.harness import ROOT, add_output, open_store
-from jaxpaged import Completion, Engine, SamplingParams
+from jaxpaged import Completion, Engine, EngineOptions, SamplingParams
 from lib.checkpoint import default_path, load_model, read_checkpoint
 from lib.engine_llama import create_engine
 
@@ -61,15 +61,8 @@ def main() -> None:
         if exact:
             for layer in model.layers:
                 layer.self_attn.settings = dataclasses.replace(layer.self_attn.settings, num_partitions=1)
-        engine = create_engine(
-            model,
-            checkpoint.config,
-            num_seats=SEATS,
-            max_length=LONGEST + NEW_TOKENS,
-            block_size=BLOCK_SIZE,
-            dtype="bfloat16",
-            exact=exact,
-        )
+        of_engine = EngineOptions(max_num_seqs=SEATS, max_model_len=LONGEST + NEW_TOKENS, batch_invariant=exact)
+        engine = create_engine(model, checkpoint.config, of_engine, block_size=BLOCK_SIZE, dtype="bfloat16")
         together = completions(engine, prompts)
         alone = [completions(engine, [prompt])[0] for prompt in prompts]
         differences = [apart(*pair) for pair in zip(together, alone, strict=True)]

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.engine.model import CONFIGS, packed_model, random_weights
 from benchmarks.models.llama_step import LlamaConfig
-from jaxpaged import Engine, KVCache, SamplingParams
+from jaxpaged import Engine, EngineOptions, KVCache, SamplingParams
 
 BLOCK_SIZE = 16
 Request = tuple[list[int], int]  # a prompt, and how many new tokens are wanted
@@ -28,7 +28,7 @@ class Sizes:
     def of(self, engine: Engine) -> "Sizes":
         """With the numbers that the engine chose."""
         stats = engine.stats()
-        return dataclasses.replace(self, seats=stats.num_seats, chunk=stats.chunk_tokens)
+        return dataclasses.replace(self, seats=stats.max_num_seqs, chunk=stats.chunk_tokens)
 
 
 SIZES = {name: Sizes(0, 0, 1024, 24_576, 16, 512) for name in CONFIGS}  # 80 GB hold so many beside the weights of 8B
@@ -62,12 +62,15 @@ def create_caches(config: LlamaConfig, num_blocks: int) -> tuple[KVCache, ...]:
 
 
 def create_engine(model: str, weights: Any = None, **options: Any) -> Engine:
-    """An engine, by default with random weights, that chooses all sizes which neither `SIZES` nor `options` have."""
+    """An engine, by default with random weights, that chooses the sizes which neither `SIZES` nor `options` have.
+
+    `options`: fields of `EngineOptions`.
+    """
     config, sizes = CONFIGS[model], SIZES[model]
-    chosen = dict(num_seats=sizes.seats or None, max_length=2 * sizes.longest, chunk_tokens=sizes.chunk or None)
+    chosen = dict(max_num_seqs=sizes.seats or None, max_model_len=2 * sizes.longest, chunk_tokens=sizes.chunk or None)
     caches = create_caches(config, sizes.num_blocks)
     weights = random_weights(config) if weights is None else weights
-    return Engine(packed_model(config), weights, caches, **(chosen | options))
+    return Engine(packed_model(config), weights, caches, options=EngineOptions(**chosen | options))
 
 
 def kv_tokens(work: Sequence[Request]) -> int:

@@ -39,7 +39,7 @@ from benchmarks.harness import Store, add_output, open_store
 from benchmarks.models import decode_step, llama_step
 from benchmarks.models.decode_step import CHECKED_LAYERS, MOST_ERROR, State, loop, start, time_loop
 from benchmarks.models.sharded_attention import attention, collectives, context, part_shape, put
-from jaxpaged import Engine
+from jaxpaged import Engine, EngineOptions
 from jaxpaged._engine.defaults import COMPILER_OPTIONS
 from lib.engine_llama import create_engine
 from lib.llama import Llama
@@ -82,9 +82,11 @@ def engines(shape: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
         return Engine(
             packed_model(config),
             *jax.device_put((random_weights(config), create_caches(config, sizes.num_blocks)), device),
-            num_seats=sizes.seats or None,
-            max_length=2 * sizes.longest,
-            chunk_tokens=sizes.chunk or None,
+            options=EngineOptions(
+                max_num_seqs=sizes.seats or None,
+                max_model_len=2 * sizes.longest,
+                chunk_tokens=sizes.chunk or None,
+            ),
         )
 
     with ThreadPoolExecutor() as threads:
@@ -201,7 +203,7 @@ def model_step(shape: str, checked: Models, models: Models, one_step: Any, varia
 
 def engine(count: str, models: Models, variants: list[str], toy: bool) -> dict[str, Any]:
     """Microseconds of the requests, and their tokens."""
-    num_seats, chunk_tokens, longest, num_blocks = TOY_ENGINE_SIZES if toy else ENGINE_SIZES
+    max_num_seqs, chunk_tokens, longest, num_blocks = TOY_ENGINE_SIZES if toy else ENGINE_SIZES
     work = workload(int(count), longest)
 
     def run(cut: bool, xla: dict[str, str]) -> tuple[float, list[float]]:
@@ -209,14 +211,16 @@ def engine(count: str, models: Models, variants: list[str], toy: bool) -> dict[s
         made = create_engine(
             models.merged(cut=cut),
             models.config,
-            num_seats=num_seats,
-            max_length=2 * longest,
+            EngineOptions(
+                max_num_seqs=max_num_seqs,
+                max_model_len=2 * longest,
+                chunk_tokens=chunk_tokens,
+                compiler_options=({} if toy else COMPILER_OPTIONS) | xla,
+            ),
             block_size=BLOCK_SIZE,
             dtype="bfloat16",
             num_blocks=num_blocks,
             mesh=models.mesh if cut else None,
-            chunk_tokens=chunk_tokens,
-            compiler_options=({} if toy else COMPILER_OPTIONS) | xla,
         )
         scores = made.score([prompt[:1] for prompt, _ in work[:16]], [prompt[1:] for prompt, _ in work[:16]])
         times = [time_work(made, work) for _ in range(1 if toy else 2)]

@@ -12,6 +12,7 @@ the steps of one seat if each step drafts a chain, or a tree of branches that di
 
 import argparse
 import collections
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +23,7 @@ import numpy as np
 
 from benchmarks.engine.steps import name_kind
 from benchmarks.harness import ROOT, add_output, open_store
-from jaxpaged import Engine, SamplingParams
+from jaxpaged import Engine, EngineOptions, SamplingParams
 from jaxpaged._engine.drafting import LEAST_SUFFIX, MOST_SUFFIX, repeated
 from lib.checkpoint import default_path, load_model, read_checkpoint
 from lib.engine_llama import create_engine
@@ -108,11 +109,12 @@ def main() -> None:
     model, tokenizer = load_model(checkpoint, "float32"), checkpoint.tokenizer
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, stop_token_ids=tokenizer.eos_ids)
     prompts = {name: tokenizer.encode_chat(texts) for name, texts in read_texts().items()}
-    sizes: dict[str, Any] = dict(max_length=MAX_LENGTH, block_size=16, dtype="float32", chunk_tokens=CHUNK_TOKENS)
+    sizes = EngineOptions(max_model_len=MAX_LENGTH, chunk_tokens=CHUNK_TOKENS)
     for seats in SEATS:
         expected: dict[str, tuple[list[list[int]], float]] = {}
         for drafts in (0, DRAFTS):
-            engine = create_engine(model, checkpoint.config, num_seats=seats, drafts=drafts, **sizes)
+            options = dataclasses.replace(sizes, max_num_seqs=seats, num_speculative_tokens=drafts)
+            engine = create_engine(model, checkpoint.config, options, block_size=16, dtype="float32")
             for name, of_text in prompts.items():
                 tokens, point = serve(engine, of_text, params)
                 same, rate = expected.setdefault(name, (tokens, point["tokens_per_s"]))

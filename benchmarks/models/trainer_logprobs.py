@@ -21,7 +21,7 @@ from flax import nnx
 
 from benchmarks.harness import add_output, open_store
 from benchmarks.models.perplexity import short_prompts
-from jaxpaged import BlockAllocator, KVCache, SamplingParams
+from jaxpaged import BlockAllocator, EngineOptions, KVCache, SamplingParams
 from jaxpaged._cache.rotate import cos_sin, rotate
 from lib.checkpoint import default_path, load_model, read_checkpoint
 from lib.engine_llama import create_engine
@@ -135,13 +135,15 @@ def measure(
         engine = create_engine(
             model,
             config,
-            num_seats=SEATS,
-            max_length=max(map(len, prompts)) + num_new,
+            EngineOptions(
+                max_num_seqs=SEATS,
+                max_model_len=max(map(len, prompts)) + num_new,
+                chunk_tokens=CHUNK_TOKENS,
+                widths=(),
+                batch_invariant=exact,
+            ),
             block_size=BLOCK_SIZE,
             dtype=dtype,
-            chunk_tokens=CHUNK_TOKENS,
-            widths=(),
-            exact=exact,
         )
         sampled = [output.outputs[0] for output in engine.generate(prompts, params)]
         texts = [completion.token_ids for completion in sampled]

@@ -157,7 +157,7 @@ def main() -> None:
     options = parser.parse_args()
     store = open_store("engine_soak", options)
     num_blocks = SEATS * MAX_TOKENS // BLOCK_SIZE // 4 + 1
-    sizes = dict(num_seats=SEATS, num_blocks=num_blocks, max_requests=4 * SEATS, widths=(8, 24))
+    sizes = dict(max_num_seqs=SEATS, num_blocks=num_blocks, max_requests=4 * SEATS, widths=(8, 24))
     options.prefix_cache |= options.host_tier
     tier = dict(host_cache_bytes=HOST_BYTES) if options.host_tier else {}
     engine = create_engine(**sizes, **tier, prefix_cache=options.prefix_cache, compiler_options=None)

@@ -97,13 +97,15 @@ def num_new(service: Service, ask: Ask, prompt: list[int]) -> int:
     """The most new tokens of a prompt."""
     if not prompt:
         raise ApiError(400, "The prompt holds no token.", param="prompt")
-    room = service.max_length - len(prompt)
+    room = service.max_model_len - len(prompt)
     usual = room if ask.is_chat else min(room, USUAL_TOKENS)
     name = "messages" if ask.is_chat else "prompt"
     num_new = usual if ask.max_tokens is None else ask.max_tokens
     if room < max(num_new, 1):
         message = f"The prompt has {len(prompt)} tokens and asks for {max(num_new, 1)} more; a request has at most "
-        raise ApiError(400, f"{message}{service.max_length} together here.", param=name, code="context_length_exceeded")
+        raise ApiError(
+            400, f"{message}{service.max_model_len} together here.", param=name, code="context_length_exceeded"
+        )
     return num_new
 
 

@@ -1,8 +1,8 @@
 """The model of llama.py behind a `jaxpaged.Engine`: its forward pass over packed tokens, and an engine for it."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from flax import nnx
@@ -24,19 +24,17 @@ def layer_windows(config: LlamaConfig) -> Sequence[int | None]:
 def create_engine(
     model: Llama,
     config: LlamaConfig,
+    options: jaxpaged.EngineOptions,
     *,
-    num_seats: int,
-    max_length: int,
     block_size: int,
     dtype: str,
     num_blocks: int | None = None,
     mesh: Mesh | None = None,
-    **options: Any,
 ) -> jaxpaged.Engine:
     """An engine for the model, whose weights are `nnx.state(model)`.
 
-    `num_blocks` None: enough for `num_seats` requests of `max_length`. `mesh`: the mesh of a model that
-    tensor_parallel.py has sharded.
+    `num_blocks` None: enough for `max_num_seqs` requests of `max_model_len`, which `options` must then name. `mesh`:
+    the mesh of a model that tensor_parallel.py has sharded.
     """
     graph, weights = nnx.split(model)
     groups = jaxpaged.layer_groups(layer_windows(config))
@@ -63,8 +61,12 @@ def create_engine(
             new_caches[index], x = layer(x, new_caches[index], functools.partial(attend_to_tokens, group))
         return tuple(new_caches), model.logits(attend.newest(x)[:, 0])
 
+    chunk_tokens = options.chunk_tokens or CHUNK_TOKENS
     if num_blocks is None:
-        num_blocks = 1 + num_seats * groups.num_blocks(max_length, block_size=block_size, chunk_tokens=CHUNK_TOKENS)
+        assert options.max_num_seqs is not None
+        assert options.max_model_len is not None
+        of_request = groups.num_blocks(options.max_model_len, block_size=block_size, chunk_tokens=chunk_tokens)
+        num_blocks = 1 + options.max_num_seqs * of_request
     create = functools.partial(
         jaxpaged.KVCache.create,
         num_blocks=num_blocks,
@@ -75,5 +77,5 @@ def create_engine(
     if mesh is not None:
         create = functools.partial(create_on, mesh, create)
     caches = tuple(create() for _ in range(groups.num_caches))
-    sizes = dict(num_seats=num_seats, max_length=max_length, chunk_tokens=CHUNK_TOKENS)
-    return jaxpaged.Engine(apply, weights, caches, windows=groups.windows, **sizes | options)
+    options = dataclasses.replace(options, windows=groups.windows, chunk_tokens=chunk_tokens)
+    return jaxpaged.Engine(apply, weights, caches, options=options)

@@ -82,8 +82,8 @@ class EngineCounts(Collector):
     def collect(self) -> Iterator[Metric]:
         engine, stats = self._engine, self._engine.stats
         gauges = {
-            "running_requests": ("Completions that have a seat.", stats.num_running),
-            "waiting_requests": ("Completions that wait for a seat.", num_waiting(engine)),
+            "running_requests": ("Completions that run.", stats.num_running),
+            "waiting_requests": ("Completions that wait for others to end.", num_waiting(engine)),
             "most_requests": ("Completions that may run or wait.", engine.most_completions),
             "free_blocks": ("Blocks of the cache that are free.", stats.num_free_blocks),
             "blocks": ("Blocks of the cache, without the null block.", stats.num_blocks),

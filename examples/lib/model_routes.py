@@ -43,7 +43,7 @@ def models(service: Service) -> list[dict[str, Any]]:
             "owned_by": "jaxpaged",
             "root": first if slot is None else name,
             "parent": None if slot is None else first,
-            "max_model_len": service.max_length,
+            "max_model_len": service.max_model_len,
         }
         for name, slot in service.names.items()
     ]
@@ -66,7 +66,7 @@ async def tokenize(service: Service, request: Request) -> Response:
         return encode_conversation(service, read_conversation(fields)), wants_texts
 
     tokens, wants_texts = await asyncio.to_thread(read_form, body, read)
-    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_length, "tokens": tokens}
+    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens}
     answer["token_strs"] = [service.token_forms.text(token) for token in tokens] if wants_texts else None
     return JSONResponse(answer)
 

@@ -23,7 +23,7 @@ class Service:
 
     Attributes:
         served_names: the model's names; answers have the first.
-        max_length: the most tokens of a request, prompt and answer together.
+        max_model_len: the most tokens of a request, prompt and answer together.
         adapters: the model's.
         max_logprobs: the engine's.
         sampling_defaults: temperature, top_p and top_k of requests that do not set them.
@@ -36,7 +36,7 @@ class Service:
     engine: EngineThread
     checkpoint: Checkpoint
     served_names: tuple[str, ...]
-    max_length: int
+    max_model_len: int
     adapters: AdapterSlots = dataclasses.field(default_factory=AdapterSlots)
     api_key: str | None = None
     max_logprobs: int = 0

@@ -1,14 +1,15 @@
-"""The sizes of an engine that its caller leaves open: from the pool, the longest request, and the device."""
+"""The options of an engine that its caller leaves at None: from the pool, the longest request, and the device."""
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jaxpaged import _device
-from jaxpaged._engine.inputs import caches_in
+from jaxpaged._engine.inputs import caches_in, pool_sizes
 from jaxpaged._engine.kinds import last_few
-from jaxpaged._integers import checked_size, checked_tuple
+from jaxpaged._engine.options import EngineOptions, ResolvedOptions
+from jaxpaged._integers import checked_size
 
 # With 384 seats rollouts of 512 completions take 13% longer. 768 need more widths, and gain 3% at most. [seats_h100]
 MOST_SEATS, MOST_ROWS = 512, 1024
@@ -38,71 +39,70 @@ COMPILER_OPTIONS = {
 SHARING_BYTES = 64 * 1024 * 1024  # of a layer: to read shared blocks once takes about as long as to read as much
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What `Engine`'s arguments of these names say, or what stands in for them."""
+def resolve_options(options: EngineOptions, caches: Any, num_bytes: int) -> ResolvedOptions:
+    """The options with a value for each that is None. `num_bytes`: of the weights on a device."""
+    num_blocks, block_size = pool_sizes(caches)
+    is_gpu = _device.is_gpu()
+    sized = with_sizes(options, (num_blocks - 1) // max(len(options.windows), 1) + 1, block_size, is_gpu=is_gpu)
+    assert sized.max_num_seqs is not None
+    chosen: dict[str, Any] = {
+        "max_requests": options.max_requests or 4 * sized.max_num_seqs,
+        "steps_per_slice": options.steps_per_slice or chosen_steps(num_bytes, is_gpu=is_gpu),
+        "compiler_options": chosen_compiler_options(options.compiler_options),
+    }
+    return ResolvedOptions(**vars(sized) | chosen, num_blocks=num_blocks, block_size=block_size, is_gpu=is_gpu)
 
-    num_seats: int
-    max_length: int
-    chunk_tokens: int
-    widths: tuple[int, ...]
 
-
-def chosen_sizes(
-    num_blocks: int,
-    block_size: int,
-    *,
-    num_seats: int | None,
-    max_length: int | None,
-    chunk_tokens: int | None,
-    widths: Sequence[int] | None,
-    is_gpu: bool,
-    drafts: int = 0,
-    exact: bool = False,
-) -> Sizes:
-    """The sizes that were given, checked, and the others chosen."""
+def with_sizes(options: EngineOptions, num_blocks: int, block_size: int, *, is_gpu: bool) -> EngineOptions:
+    """With `max_num_seqs`, `max_model_len`, `chunk_tokens` and `widths`: those given are checked, the others chosen."""
+    max_num_seqs, max_model_len, chunk_tokens = options.max_num_seqs, options.max_model_len, options.chunk_tokens
     pool_tokens = max(num_blocks - 1, 1) * block_size
     most_seats, most_rows = (MOST_SEATS, MOST_ROWS) if is_gpu else (MOST_SEATS_ON_CPU, MOST_ROWS_ON_CPU)
-    max_length = checked_size("max_length", min(pool_tokens, MOST_LENGTH) if max_length is None else max_length)
-    drafts = checked_size("drafts", drafts, 0, max_length)
-    if num_seats is None:
-        num_seats = min(most_seats, max(LEAST_SEATS, pool_tokens // min(max_length, USUAL_LENGTH)))
-        num_seats -= num_seats % 64 if num_seats > 64 else 0  # products of 64 rows
-    num_seats = checked_size("num_seats", num_seats)
+    if max_model_len is None:
+        max_model_len = min(pool_tokens, MOST_LENGTH)
+    num_drafts = checked_size("num_speculative_tokens", options.num_speculative_tokens, 0, max_model_len)
+    if max_num_seqs is None:
+        max_num_seqs = min(most_seats, max(LEAST_SEATS, pool_tokens // min(max_model_len, USUAL_LENGTH)))
+        max_num_seqs -= max_num_seqs % 64 if max_num_seqs > 64 else 0  # products of 64 rows
     if chunk_tokens is None:
-        rows = most_rows if num_seats > FEW_SEATS else most_rows // 2
-        chunk_tokens = min(max(rows - num_seats, rows // 2), pool_tokens)
-    chunk_tokens = checked_size("chunk_tokens", chunk_tokens)
-    widest = num_seats + chunk_tokens
-    if widths is None:
-        chosen = [width for width in WIDTHS if width <= num_seats]
-        if drafts:
-            chosen = draft_widths(num_seats, drafts, widest, is_gpu=is_gpu)
+        rows = most_rows if max_num_seqs > FEW_SEATS else most_rows // 2
+        chunk_tokens = min(max(rows - max_num_seqs, rows // 2), pool_tokens)
+    widest = max_num_seqs + chunk_tokens
+    if options.widths is None:
+        widths = [width for width in WIDTHS if width <= max_num_seqs]
+        if num_drafts:
+            widths = draft_widths(max_num_seqs, num_drafts, widest, is_gpu=is_gpu)
     else:
-        chosen = sorted({checked_size("widths", width) for width in checked_tuple("widths", widths)})
-        if chosen and chosen[-1] >= widest:
+        widths = list(options.widths)
+        if widths and widths[-1] >= widest:
             raise ValueError(
-                "widths are rows of steps narrower than the widest, which has num_seats + chunk_tokens = "
-                f"{widest}; got widths={tuple(widths)}."
+                "widths are rows of steps narrower than the widest, which has max_num_seqs + chunk_tokens = "
+                f"{widest}; got widths={options.widths}."
             )
-        few = chosen if drafts else last_few(chosen, widest)
-        if unused := [width for width in chosen if width > num_seats and width not in few]:
+        few = widths if num_drafts else last_few(widths, widest)
+        if unused := [width for width in widths if width > max_num_seqs and width not in few]:
             raise ValueError(
-                f"of the widths above {num_seats=}, only the last that is at most a third of the widest "
+                f"of the widths above {max_num_seqs=}, only the last that is at most a third of the widest "
                 f"step, which has {widest} rows, is used; leave out {unused}."
             )
-    if drafts and not exact and not chosen:
+    if num_drafts and not options.batch_invariant and not widths:
         raise ValueError(
             "drafts are computed in steps of widths, and there is none below the widest step, which has "
-            f"num_seats + chunk_tokens = {widest} rows; pass widths, or more chunk_tokens."
+            f"max_num_seqs + chunk_tokens = {widest} rows; pass widths, or more chunk_tokens."
         )
-    return Sizes(num_seats, max_length, chunk_tokens, tuple(chosen))
+    return dataclasses.replace(
+        options,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        chunk_tokens=chunk_tokens,
+        widths=tuple(widths),
+    )
 
 
-def draft_widths(num_seats: int, drafts: int, widest: int, *, is_gpu: bool) -> list[int]:
+def draft_widths(num_seats: int, num_drafts: int, widest: int, *, is_gpu: bool) -> list[int]:
     """The widths of steps with drafts: those below the first that has room for all drafts of all seats, and it."""
-    most = num_seats * (drafts + 1)
-    steps = list(WIDTHS) if is_gpu else sorted({drafts + 1, max(drafts + 1, 2 * num_seats), most})
+    most = num_seats * (num_drafts + 1)
+    steps = list(WIDTHS) if is_gpu else sorted({num_drafts + 1, max(num_drafts + 1, 2 * num_seats), most})
     return [width for i, width in enumerate(steps) if width < widest and (i == 0 or steps[i - 1] < most)]
 
 
@@ -113,10 +113,8 @@ def step_cost(num_rows: int, *, is_gpu: bool) -> float:
     return float(SINGLE_ROW_ON_CPU if num_rows == 1 else WEIGHT_ROWS_ON_CPU + num_rows)
 
 
-def chosen_steps(given: int | None, num_bytes: int, *, is_gpu: bool) -> int:
+def chosen_steps(num_bytes: int, *, is_gpu: bool) -> int:
     """The steps of a slice. `num_bytes`: those of the weights on a device."""
-    if given is not None:
-        return checked_size("steps_per_slice", given)
     of_slice = SLICE_BYTES if is_gpu else SLICE_BYTES_ON_CPU
     return min(MOST_STEPS, math.ceil(of_slice / max(num_bytes, 1)))
 
@@ -131,7 +129,7 @@ def chosen_least_spared(caches: Any) -> int | None:
     return SHARING_BYTES // (2 * math.prod(cache.k.shape[-2:]) * cache.k.dtype.itemsize)
 
 
-def chosen_compiler_options(given: dict[str, Any] | None) -> dict[str, Any]:
+def chosen_compiler_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
     if given is None:
         return dict(COMPILER_OPTIONS) if _device.is_gpu() else {}
-    return given
+    return dict(given)

@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._engine.options import EngineOptions
 from jaxpaged._scheduler import planning
 from jaxpaged._scheduler.records import Step
 from jaxpaged._scheduler.scheduler import Scheduler
 
-# Weights, the known tokens int32 [seats, max_length] of each seat, how many they are, int32 [seats], and, if the engine
-# keeps them, hidden states [seats, ...]: drafts, int32 [seats, drafts]; -1: none.
+# Weights, the known tokens int32 [seats, max_model_len] of each seat, how many they are, int32 [seats], and, if the
+# engine keeps them, hidden states [seats, ...]: drafts, int32 [seats, drafts]; -1: none.
 Draft = Callable[..., jax.Array]
 
 LEAST_SUFFIX, MOST_SUFFIX = 2, 8  # tokens that must occur again, and those that are compared
@@ -167,7 +168,7 @@ class Drafting:
 
 
 def known_tokens(scheduler: Scheduler) -> jax.Array:
-    """int32 `[seats, max_length]`, of the request in each seat; behind those that are known, any."""
+    """int32 `[seats, max_model_len]`, of the request in each seat; behind those that are known, any."""
     return planning.per_seat(scheduler, scheduler.tokens)
 
 
@@ -180,9 +181,9 @@ def repeated(
     they are repeated. Also returns how many tokens are equal, int32 `[seats]`; 0 if they are too few.
 
     Args:
-        tokens: int32 `[seats, max_length]`.
+        tokens: int32 `[seats, max_model_len]`.
         num_known: int32 `[seats]`, how many they are.
-        text: int32 `[seats, max_length]`, of each seat.
+        text: int32 `[seats, max_model_len]`, of each seat.
         num_in_text: int32 `[seats]`.
         num_drafts: to return.
     """
@@ -211,5 +212,18 @@ def drafted(draft: Draft, weights: Any, scheduler: Scheduler, drafting: Drafting
     drafts = draft(weights, *known)
     if not isinstance(drafts, jax.Array) or drafts.shape != guesses.shape or drafts.dtype != jnp.int32:
         received = f"{drafts.dtype} {list(drafts.shape)}" if isinstance(drafts, jax.Array) else type(drafts).__name__
-        raise ValueError(f"draft must return int32 {list(guesses.shape)}, the drafts of each seat; got {received}.")
+        raise ValueError(
+            f"draft must return int32 {list(guesses.shape)}, the drafts of each running request; got {received}."
+        )
     return jnp.where(guesses >= 0, drafts, -1)
+
+
+def check_draft(draft: Draft | None, options: EngineOptions) -> None:
+    num_speculative_tokens, hidden = options.num_speculative_tokens, options.hidden
+    if draft is not None and not (callable(draft) and num_speculative_tokens):
+        raise ValueError(
+            "draft must be a function, and goes with num_speculative_tokens of at least 1; got "
+            f"{draft=}, {num_speculative_tokens=}."
+        )
+    if hidden is not None and draft is None:
+        raise ValueError(f"hidden goes with draft; got {hidden=}, {draft=}.")

@@ -8,20 +8,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxpaged._attention.decide import check_new_gpu
 from jaxpaged._engine.books import Books
-from jaxpaged._engine.drafting import Draft
+from jaxpaged._engine.defaults import resolve_options
+from jaxpaged._engine.drafting import Draft, check_draft
 from jaxpaged._engine.inputs import bytes_on_a_device, own
-from jaxpaged._engine.options import checked_options
+from jaxpaged._engine.options import EngineOptions
 from jaxpaged._engine.progress_bar import ProgressBar
 from jaxpaged._engine.records import EngineStats, RequestOutput, SamplingParams, Score
 from jaxpaged._engine.requests import checked_prompt, checked_request, params_for_each
 from jaxpaged._engine.rollouts import Collector, Rollout
 from jaxpaged._engine.runner import Runner
 from jaxpaged._engine.slices import Apply
+
+DEFAULTS = EngineOptions()
 
 
 class Engine:
@@ -38,54 +40,22 @@ class Engine:
             `tokens` and `positions` are int32 `[tokens]`. In each layer, `cache, out = attend(q, k, v, cache)` writes
             to the cache and attends (`StepAttention`). Before the head, `attend.newest(x)` picks the newest token of
             each sequence, `[seqs, ...]` from x `[tokens, ...]`, or those to score: the logits are `[attend.num_newest,
-            vocab]`. `apply` is traced for each of `widths`, for `num_seats` and for `num_seats + chunk_tokens` tokens.
-            Apart from `attend`, it must treat tokens one by one, so that padding disturbs nothing.
+            vocab]`. `apply` is traced for each of `widths`, for `max_num_seqs` and for `max_num_seqs + chunk_tokens`
+            tokens. Apart from `attend`, it must treat tokens one by one, so that padding disturbs nothing.
         weights: a pytree of arrays, passed to `apply`.
         caches: a pytree of `KVCache`s with the same number of blocks and the same block size. They are donated: do not
             use them afterwards. If they lie on several devices, each device runs `apply` inside `jax.shard_map` on
             its part of weights and caches (`docs/several_gpus.md`).
-        num_seats: the requests that run at once. This and the next three are chosen if they are None; `stats()` tells
-            what was chosen, and `docs/engine.md` how.
-        max_length: the most tokens of a request, prompt and new ones together.
-        chunk_tokens: the prompt tokens that a step can compute, beside one token of each seat. More make long prompts
-            faster, and the steps with prompts slower.
-        widths: the rows of narrower steps, for when few seats need a token. Each takes time to compile. (): none.
-        max_requests: the requests on the device, running or waiting; more wait on the host. None: four for each seat.
-        steps_per_slice: the steps between two looks of the host. New requests and aborts wait for the end of a slice.
-            None: as many as read 12 GB of weights, on a CPU 0.8 GB, at most 16; `stats()` tells how many.
-        num_stop_ids: the most stop tokens of a request.
-        num_adapters: the adapters of the model, which requests name from 0 on. `apply` finds each token's in
-            `attend.adapters` (`docs/engine.md`).
-        windows: for each group of layers the window that they attend with, or None, as in `BlockAllocator.create`. With
-            several groups there is a cache for each layer of a group, which its counterparts in the other groups share,
-            and `attend` gets the `group` of each layer (`layer_groups`).
-        prefix_cache: whether requests that begin alike share blocks, instead of each computing its own.
-        host_cache_bytes: host memory for blocks of the prefix cache, which come back from there once the pool has lost
-            them. Needs `prefix_cache`, and one group of layers without a window. None: none.
-        drafts: the most guesses of a request's next tokens that a step computes beside its newest token; 0: none. The
-            tokens are the same as without. `apply` is then traced with a step in which `attend.newest(x)` returns all
-            of x.
-        draft: what guesses, `drafts = draft(weights, tokens, lengths)`, traced into the program: `tokens` are
-            int32 `[num_seats, max_length]`, of which each seat's request knows the first `lengths`, int32
-            `[num_seats]`. Returns int32 `[num_seats, drafts]`; the first -1 ends a seat's drafts. None: what followed
-            when the newest tokens of a request occurred before, in it or in another of its completions.
-        hidden: the shape and dtype of a token's hidden state, for a `draft` that is a head on the model. `apply` then
-            returns `(caches, logits, hidden)`, the last `[tokens, *hidden.shape]`, and the engine calls `draft(weights,
-            tokens, lengths, hidden)` with that of the token before each seat's newest one, from which the newest was
-            drawn, `[num_seats, *hidden.shape]`. None: there is none.
-        exact: whether a request's logprobs are the same to the last bit whatever shares its steps. Every step then has
-            `num_seats + chunk_tokens` rows, and attention one partition; `docs/engine.md` says what that costs.
-        processed_logprobs: whether the logprobs of new tokens are those of the distribution that they are drawn from,
-            after temperature, `top_k` and `top_p`; vLLM's `logprobs_mode="processed_logprobs"`. Those of greedy tokens,
-            of prompts and of `score` stay the model's.
-        max_logprobs: the most `top_logprobs` of a request. If it is not 0, a step in which a request wants logprobs
-            looks for so many of the most likely tokens of each row.
-        seed: at least 0; seeds the requests that bring none.
-        compiler_options: passed to `jax.jit`. None: on a GPU, those with which cuBLAS computes matrix products.
+        draft: a function that drafts, `drafts = draft(weights, tokens, lengths)`, traced into the program: `tokens` are
+            int32 `[max_num_seqs, max_model_len]`, of which each running request knows the first `lengths`, int32
+            `[max_num_seqs]`. Returns int32 `[max_num_seqs, num_speculative_tokens]`; the first -1 ends a request's
+            drafts. None: what followed when the newest tokens of a request occurred before, in it or in another of its
+            completions.
+        options: sizes and features. By default the engine chooses its sizes.
 
     Raises:
-        ValueError: a size that is no int or too small, arguments that do not go together, weights that are not arrays,
-            caches that do not fit together, or an `apply` that does not return what it should.
+        ValueError: options that do not go together, weights that are not arrays, caches that do not fit together, or an
+            `apply` that does not return what it should.
         MemoryError: the GPU has no room to compile the engine or for its scratch memory.
 
     Example: see `docs/engine.md`.
@@ -97,54 +67,18 @@ class Engine:
         weights: Any,
         caches: Any,
         *,
-        num_seats: int | None = None,
-        max_length: int | None = None,
-        chunk_tokens: int | None = None,
-        widths: Sequence[int] | None = None,
-        max_requests: int | None = None,
-        steps_per_slice: int | None = None,
-        num_stop_ids: int = 4,
-        num_adapters: int = 0,
-        windows: Sequence[int | None] = (None,),
-        prefix_cache: bool = False,
-        host_cache_bytes: int | None = None,
-        drafts: int = 0,
         draft: Draft | None = None,
-        hidden: jax.ShapeDtypeStruct | None = None,
-        exact: bool = False,
-        processed_logprobs: bool = False,
-        max_logprobs: int = 0,
-        seed: int = 0,
-        compiler_options: dict[str, Any] | None = None,
+        options: EngineOptions = DEFAULTS,
     ):
         weights = own(weights)
-        options = checked_options(
-            caches,
-            bytes_on_a_device(weights),
-            num_seats=num_seats,
-            max_length=max_length,
-            chunk_tokens=chunk_tokens,
-            widths=widths,
-            max_requests=max_requests,
-            steps_per_slice=steps_per_slice,
-            num_stop_ids=num_stop_ids,
-            num_adapters=num_adapters,
-            windows=windows,
-            prefix_cache=prefix_cache,
-            host_cache_bytes=host_cache_bytes,
-            drafts=drafts,
-            draft=draft,
-            hidden=hidden,
-            exact=exact,
-            processed_logprobs=processed_logprobs,
-            max_logprobs=max_logprobs,
-            seed=seed,
-            compiler_options=compiler_options,
-        )
+        if not isinstance(options, EngineOptions):
+            raise ValueError(f"options must be EngineOptions; got {options!r}.")
+        resolved = resolve_options(options, caches, bytes_on_a_device(weights))
+        check_draft(draft, resolved)
         check_new_gpu()
-        self._options = options
-        self._books = Books(max_requests=options.max_requests, seed=options.seed, num_adapters=options.num_adapters)
-        self._runner = Runner(apply, weights, caches, options, self._books)
+        self._options = resolved
+        self._books = Books(max_requests=resolved.max_requests, seed=resolved.seed, num_adapters=resolved.num_adapters)
+        self._runner = Runner(apply, weights, caches, draft, resolved, self._books)
 
     @property
     def has_unfinished_requests(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxpaged._cache.kv_cache import KVCache
-from jaxpaged._engine.engine import Engine
+from jaxpaged._engine.drafting import Draft
+from jaxpaged._engine.engine import DEFAULTS, Engine
+from jaxpaged._engine.options import EngineOptions
 from jaxpaged._engine.records import RequestOutput, SamplingParams
 from jaxpaged._engine.requests import checked_prompt, params_for_each
 from jaxpaged._engine.slices import Apply
@@ -29,13 +32,14 @@ def generate(
     head_dim: int,
     dtype: DTypeLike = jnp.bfloat16,
     block_size: int = 16,
+    draft: Draft | None = None,
+    options: EngineOptions = DEFAULTS,
     progress: bool = False,
 ) -> list[RequestOutput]:
     """Continues prompts with a model: prefill, decoding, sampling, stop tokens, n completions, logprobs.
 
-    It makes an `Engine` with one cache a layer and enough blocks for the completions that run at once, up to 64. Each
-    call compiles an engine of its own. To call it again, change the weights or choose the sizes, make an `Engine`
-    yourself.
+    It makes an `Engine` with one cache a layer and enough blocks for the completions that run at once, by default up to
+    64. Each call compiles an engine of its own. To call it again or to change the weights, make an `Engine` yourself.
 
     Args:
         apply: the model, `caches, logits = apply(weights, tokens, positions, caches, attend)`, as `Engine` takes it.
@@ -48,6 +52,9 @@ def generate(
         head_dim: size of a head.
         dtype: dtype of the caches.
         block_size: tokens in a block.
+        draft: as `Engine` accepts it.
+        options: of the engine. Sizes that are None follow from the prompts and params. If params need more stop tokens,
+            `top_logprobs` or, for `n` completions, a prefix cache, the engine has them.
         progress: draw a progress bar on stderr.
 
     Returns:
@@ -55,7 +62,7 @@ def generate(
 
     Raises:
         ValueError: no prompts, another number of params than of prompts, an empty prompt, a size that is no int or
-            below 1, an adapter, or an `apply` that does not return what it should.
+            below 1, a request that the options exclude, or an `apply` that does not return what it should.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpaged
@@ -75,11 +82,23 @@ def generate(
         raise ValueError("pass at least one prompt; got none.")
     lengths = [len(checked_prompt(prompt)) for prompt in prompts]
     block_size, num_layers = checked_size("block_size", block_size), checked_size("num_layers", num_layers)
-    num_seats = min(MOST_AT_ONCE, sum(request.n for request in each))
-    max_length = max(length + request.max_tokens for length, request in zip(lengths, each, strict=True))
+    max_num_seqs = options.max_num_seqs or min(MOST_AT_ONCE, sum(request.n for request in each))
+    max_model_len = options.max_model_len or max(
+        length + request.max_tokens for length, request in zip(lengths, each, strict=True)
+    )
+    options = dataclasses.replace(
+        options,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        chunk_tokens=options.chunk_tokens or max(1, min(MOST_CHUNK_TOKENS, sum(lengths))),
+        num_stop_ids=max(options.num_stop_ids, *(len(request.stop_token_ids) for request in each)),
+        max_logprobs=max(options.max_logprobs, *(request.top_logprobs for request in each)),
+        # A prompt of n completions is computed once.
+        prefix_cache=options.prefix_cache or any(request.n > 1 for request in each),
+    )
     caches = tuple(
         KVCache.create(
-            num_blocks=1 + num_seats * -(-max_length // block_size),
+            num_blocks=1 + len(options.windows) * max_num_seqs * -(-max_model_len // block_size),
             block_size=block_size,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -87,15 +106,4 @@ def generate(
         )
         for _ in range(num_layers)
     )
-    engine = Engine(
-        apply,
-        weights,
-        caches,
-        num_seats=num_seats,
-        max_length=max_length,
-        chunk_tokens=max(1, min(MOST_CHUNK_TOKENS, sum(lengths))),
-        num_stop_ids=max(len(request.stop_token_ids) for request in each),
-        max_logprobs=max(request.top_logprobs for request in each),
-        prefix_cache=any(request.n > 1 for request in each),  # a prompt of n completions is computed once
-    )
-    return engine.generate(prompts, each, progress=progress)
+    return Engine(apply, weights, caches, draft=draft, options=options).generate(prompts, each, progress=progress)

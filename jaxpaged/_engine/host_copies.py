@@ -92,11 +92,11 @@ class HostCopies:
     def __init__(self, host_cache_bytes: int, state: State, mesh: Mesh | None, compiler_options: dict[str, Any]):
         scheduler, allocator = state.scheduler, state.allocator
         self.num_blocks, self.block_size = allocator.num_blocks, allocator.block_size
-        max_length, windows = scheduler.tokens.shape[1], allocator.windows
+        max_model_len, windows = scheduler.tokens.shape[1], allocator.windows
         if scheduler.prefixes is None or windows != (None,):
             raise ValueError(
                 "host_cache_bytes keeps full blocks of a prefix cache, of one group of layers: pass prefix_cache=True, "
-                f"a max_length of at least {self.block_size}, and no windows; got {max_length=}, {windows=}."
+                f"a max_model_len of at least {self.block_size}, and no windows; got {max_model_len=}, {windows=}."
             )
         self.salts = np.asarray(scheduler.prefixes.salt).tolist()
         of_block = sum(pool.nbytes // self.num_blocks for _, pool in block_arrays(state.caches))
@@ -112,9 +112,9 @@ class HostCopies:
         in_pool = -(-(self.num_blocks - 1) // self.in_page)
         self.num_pages = max(min(MOVED_BYTES // self.page_bytes, MOVED_PAGES, in_pool), 1)  # that a program moves
         self.most_staged, self.most_leaving = MOST_STAGED * self.num_pages, MOST_LEAVING * self.num_pages
-        self.num_prompts = max(min(MOST_PROMPTS, MOST_TOKENS // max_length), 1)
+        self.num_prompts = max(min(MOST_PROMPTS, MOST_TOKENS // max_model_len), 1)
         self._sizes = sorted({-(-self.num_pages // part) for part in PARTS})
-        self._num_columns = max_length // self.block_size
+        self._num_columns = max_model_len // self.block_size
         self._leaving: list[list[Page]] = []  # that were sent last
 
         take, put = take_out, put_in

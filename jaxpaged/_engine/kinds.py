@@ -62,18 +62,18 @@ def make_kinds(
     chunk_tokens: int,
     widths: Sequence[int] = (),
     *,
-    exact: bool = False,
+    batch_invariant: bool = False,
     least_spared: int | None = None,
     cost: Callable[[int], float] | None = None,
 ) -> tuple[Kind, ...]:
     """The kinds, from few rows to many. The two that read shared blocks once come before the others.
 
     `widths` are the rows of those beside `num_seats` and the widest, in ascending order. One of them takes chunks too,
-    with drafts all of them. Each is compiled once; such a one twice if it is `num_seats`. An exact engine has only the
-    widest kind. `cost`: of so many rows, if there are drafts.
+    with drafts all of them. Each is compiled once; such a one twice if it is `num_seats`. A batch-invariant engine has
+    only the widest kind. `cost`: of so many rows, if there are drafts.
     """
     widest = num_seats + chunk_tokens
-    if exact:
+    if batch_invariant:
         return (Kind(widest, num_seats, is_mixed=True, num_partitions=1, draws_all=cost is not None),)
     few = last_few(widths, widest) if cost is None else widths
     single = [*(width for width in widths if width < num_seats and width not in few), num_seats]

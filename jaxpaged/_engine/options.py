@@ -1,111 +1,123 @@
-"""What an engine is made with: its arguments, checked, and what stands in for those that its caller leaves open."""
+"""The options of an engine: as a caller writes them, and with a value for each that was None."""
+
+from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from jaxpaged import _device
-from jaxpaged._allocator.state import Window, checked_windows
-from jaxpaged._engine.defaults import Sizes, chosen_compiler_options, chosen_sizes, chosen_steps
-from jaxpaged._engine.drafting import Draft
-from jaxpaged._engine.inputs import pool_sizes
-from jaxpaged._integers import checked_size
+from jaxpaged._allocator.state import checked_windows
+from jaxpaged._integers import checked_size, checked_tuple
 from jaxpaged._scheduler.records import MOST_ADAPTERS
+
+LEAST = {  # of the fields that are ints; None is for the engine to choose
+    **dict.fromkeys(("max_num_seqs", "max_model_len", "chunk_tokens", "max_requests", "steps_per_slice"), 1),
+    **dict.fromkeys(("num_stop_ids", "num_adapters", "num_speculative_tokens", "max_logprobs", "seed"), 0),
+}
+MAY_BE_NONE = {name for name, least in LEAST.items() if least}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """`Engine` says what those with the names of its arguments are."""
+class EngineOptions:
+    """The sizes and features of an `Engine`. `Engine.stats()` returns the sizes that it chose for those left at None.
 
+    Attributes:
+        max_num_seqs: the most requests that run at once. None: chosen, as the next three (`docs/engine.md` says how).
+        max_model_len: the most tokens of a request, prompt and new ones together.
+        chunk_tokens: the most prompt tokens that a step computes, with one token of each running request. More make
+            long prompts faster, and steps with prompts slower.
+        widths: the rows of narrower steps, for when few requests need a token. Each width is compiled. (): none.
+        max_requests: the most requests on the device, running or waiting; more wait on the host. None: four times
+            `max_num_seqs`.
+        steps_per_slice: the steps between two reports to the host. New requests and aborts wait for the end of a slice.
+            None: the number that reads 12 GB of weights, on a CPU 0.8 GB, at most 16.
+        num_stop_ids: the most stop tokens of a request.
+        num_adapters: the number of adapters of the model, which requests name from 0 on. `apply` finds the adapter of
+            each token in `attend.adapters` (`docs/engine.md`).
+        windows: the window of each group of layers, or None, as in `BlockAllocator.create`. With several groups there
+            is one cache for each layer of a group, which its counterparts in the other groups share, and `attend` gets
+            the `group` of each layer (`layer_groups`).
+        prefix_cache: share the blocks of requests that begin alike, instead of computing each.
+        host_cache_bytes: host memory for blocks of the prefix cache, which come back once the pool has lost them. Needs
+            `prefix_cache`, and one group of layers without a window. None: none.
+        num_speculative_tokens: the most drafts of a request, guesses of its next tokens, that a step computes with its
+            newest token; 0: none. The tokens are the same as without. Steps with drafts trace `apply` once more, and
+            `attend.newest(x)` then returns all of x.
+        hidden: the shape and dtype of a token's hidden state, for a `draft` that is a head on the model. `apply` then
+            returns `(caches, logits, hidden)`, the last `[tokens, *hidden.shape]`, and the engine calls `draft(weights,
+            tokens, lengths, hidden)` with `[max_num_seqs, *hidden.shape]`: the state of the token before each request's
+            newest one, from which the newest was drawn. None: there is none.
+        batch_invariant: make the logprobs of a request the same to the last bit whatever shares its steps. Every step
+            then has `max_num_seqs + chunk_tokens` rows, and attention one partition (`docs/engine.md` has the cost).
+        processed_logprobs: return the logprobs of new tokens under the distribution that they are drawn from, after
+            temperature, `top_k` and `top_p`; vLLM's `logprobs_mode="processed_logprobs"`. Logprobs of greedy tokens, of
+            prompts and of `score` stay the model's.
+        max_logprobs: the most `top_logprobs` of a request. If it is not 0, a step in which a request wants logprobs
+            finds the `max_logprobs` most likely tokens of each row.
+        seed: seeds the requests that bring no seed.
+        compiler_options: passed to `jax.jit`. None: on a GPU, options with which cuBLAS computes matrix products.
+
+    Raises:
+        ValueError: an option of the wrong type, or a size that is too small.
+    """
+
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    chunk_tokens: int | None = None
+    widths: Sequence[int] | None = None
+    max_requests: int | None = None
+    steps_per_slice: int | None = None
+    num_stop_ids: int = 4
+    num_adapters: int = 0
+    windows: Sequence[int | None] = (None,)
+    prefix_cache: bool = False
+    host_cache_bytes: int | None = None
+    num_speculative_tokens: int = 0
+    hidden: jax.ShapeDtypeStruct | None = None
+    batch_invariant: bool = False
+    processed_logprobs: bool = False
+    max_logprobs: int = 0
+    seed: int = 0
+    compiler_options: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        checked: dict[str, Any] = {"windows": checked_windows(self.windows)}
+        for name, least in LEAST.items():
+            if (value := getattr(self, name)) is not None or name not in MAY_BE_NONE:
+                checked[name] = checked_size(name, value, least, MOST_ADAPTERS if name == "num_adapters" else None)
+        if self.widths is not None:
+            widths = {checked_size("widths", width) for width in checked_tuple("widths", self.widths)}
+            checked["widths"] = tuple(sorted(widths))
+        for name in ("prefix_cache", "batch_invariant", "processed_logprobs"):
+            if not isinstance(value := getattr(self, name), bool | np.bool_):
+                raise ValueError(f"{name} must be True or False; got {name}={value!r}.")
+        if not isinstance(self.hidden, jax.ShapeDtypeStruct | None):
+            raise ValueError(f"hidden must be a jax.ShapeDtypeStruct; got hidden={self.hidden!r}.")
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResolvedOptions(EngineOptions):
+    """The options of an engine that has been made: none of its sizes is None."""
+
+    max_num_seqs: int
+    max_model_len: int
+    chunk_tokens: int
+    widths: tuple[int, ...]
+    max_requests: int
+    steps_per_slice: int
+    windows: tuple[int | None, ...]
+    compiler_options: dict[str, Any] = dataclasses.field(hash=False)
     num_blocks: int  # of the caches, with the null block
     block_size: int  # of the caches
     is_gpu: bool
-    sizes: Sizes
-    steps_per_slice: int
-    max_requests: int
-    num_stop_ids: int
-    num_adapters: int
-    windows: tuple[Window, ...]
-    prefix_cache: bool
-    host_cache_bytes: int | None
-    drafts: int
-    draft: Draft | None
-    hidden: jax.ShapeDtypeStruct | None
-    exact: bool
-    processed_logprobs: bool
-    max_logprobs: int
-    seed: int
-    compiler_options: dict[str, Any]
 
     @property
     def growth(self) -> int:
         """Tokens for which the host tier leaves room: the most of a request in the slice that runs and in the next, and
         a block."""
-        return max(2 * self.steps_per_slice * (self.drafts + 1), self.block_size)
-
-
-def checked_options(
-    caches: Any,
-    num_bytes: int,
-    *,
-    num_seats: int | None,
-    max_length: int | None,
-    chunk_tokens: int | None,
-    widths: Sequence[int] | None,
-    max_requests: int | None,
-    steps_per_slice: int | None,
-    num_stop_ids: int,
-    num_adapters: int,
-    windows: Sequence[int | None],
-    drafts: int,
-    draft: Draft | None,
-    hidden: jax.ShapeDtypeStruct | None,
-    exact: bool,
-    max_logprobs: int,
-    seed: int,
-    compiler_options: dict[str, Any] | None,
-    **others: Any,
-) -> Options:
-    """`num_bytes`: of the weights on a device; `others`: those that are taken as they are."""
-    num_blocks, block_size = pool_sizes(caches)
-    windows, is_gpu = checked_windows(windows), _device.is_gpu()
-    sizes = chosen_sizes(
-        (num_blocks - 1) // max(len(windows), 1) + 1,
-        block_size,
-        num_seats=num_seats,
-        max_length=max_length,
-        chunk_tokens=chunk_tokens,
-        widths=widths,
-        is_gpu=is_gpu,
-        drafts=drafts,
-        exact=exact,
-    )
-    check_draft(draft, drafts, hidden)
-    return Options(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        is_gpu=is_gpu,
-        sizes=sizes,
-        steps_per_slice=chosen_steps(steps_per_slice, num_bytes, is_gpu=is_gpu),
-        max_requests=4 * sizes.num_seats if max_requests is None else checked_size("max_requests", max_requests),
-        num_stop_ids=checked_size("num_stop_ids", num_stop_ids, 0),
-        num_adapters=checked_size("num_adapters", num_adapters, 0, MOST_ADAPTERS),
-        windows=windows,
-        drafts=int(drafts),  # checked with the sizes
-        draft=draft,
-        hidden=hidden,
-        exact=exact,
-        max_logprobs=checked_size("max_logprobs", max_logprobs, 0),
-        seed=checked_size("seed", seed, 0),
-        compiler_options=chosen_compiler_options(compiler_options),
-        **others,
-    )
-
-
-def check_draft(draft: Draft | None, drafts: int, hidden: jax.ShapeDtypeStruct | None) -> None:
-    if draft is not None and not (callable(draft) and drafts):
-        raise ValueError(f"draft must be a function, and goes with drafts of at least 1; got {draft=}, {drafts=}.")
-    if hidden is not None and not (isinstance(hidden, jax.ShapeDtypeStruct) and draft is not None):
-        raise ValueError(f"hidden must be a jax.ShapeDtypeStruct, and goes with draft; got {hidden=}, {draft=}.")
+        return max(2 * self.steps_per_slice * (self.num_speculative_tokens + 1), self.block_size)

@@ -12,10 +12,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpaged._engine.defaults import chosen_least_spared, step_cost
+from jaxpaged._engine.drafting import Draft
 from jaxpaged._engine.inputs import bytes_on_a_device, caches_in
 from jaxpaged._engine.kinds import Kind, make_kinds
 from jaxpaged._engine.on_mesh import on_each_device, whole_beside
-from jaxpaged._engine.options import Options
+from jaxpaged._engine.options import ResolvedOptions
 from jaxpaged._engine.packing import num_words, pack
 from jaxpaged._engine.requests import make_inbox
 from jaxpaged._engine.room import keep_room
@@ -49,16 +50,16 @@ class Program:
     kept: list[jax.Array]
 
 
-def first_state(caches: Any, options: Options) -> tuple[tuple[Kind, ...], State]:
+def first_state(caches: Any, options: ResolvedOptions) -> tuple[tuple[Kind, ...], State]:
     """The kinds of steps, and a state without requests."""
-    shares = options.prefix_cache and not options.exact and options.windows == (None,)
+    shares = options.prefix_cache and not options.batch_invariant and options.windows == (None,)
     kinds = make_kinds(
-        options.sizes.num_seats,
-        options.sizes.chunk_tokens,
-        options.sizes.widths,
-        exact=options.exact,
+        options.max_num_seqs,
+        options.chunk_tokens,
+        options.widths,
+        batch_invariant=options.batch_invariant,
         least_spared=chosen_least_spared(caches) if shares else None,
-        cost=functools.partial(step_cost, is_gpu=options.is_gpu) if options.drafts else None,
+        cost=functools.partial(step_cost, is_gpu=options.is_gpu) if options.num_speculative_tokens else None,
     )
     return kinds, State.create(caches, kinds, options)
 
@@ -83,7 +84,13 @@ def compile_in_memory(lowered: Any, weights: Any, caches: Any) -> Any:
 
 
 def compile_program(
-    apply: Apply, weights: Any, state: State, kinds: tuple[Kind, ...], mesh: Mesh | None, options: Options
+    apply: Apply,
+    draft: Draft | None,
+    weights: Any,
+    state: State,
+    kinds: tuple[Kind, ...],
+    mesh: Mesh | None,
+    options: ResolvedOptions,
 ) -> Program:
     """For weights and a state that lie as these do."""
     inbox_of = functools.partial(make_inbox, options)
@@ -93,9 +100,9 @@ def compile_program(
         apply,
         kinds=kinds,
         growth=None if options.host_cache_bytes is None else options.growth,
-        draft=options.draft,
-        # An exact engine has the rows anyway.
-        row_cost=math.inf if options.exact else step_cost(0, is_gpu=options.is_gpu),
+        draft=draft,
+        # A batch-invariant engine has the rows anyway.
+        row_cost=math.inf if options.batch_invariant else step_cost(0, is_gpu=options.is_gpu),
         is_processed=bool(options.processed_logprobs),
         num_likely=options.max_logprobs,
         hidden=options.hidden,

@@ -151,20 +151,20 @@ class EngineStats:
     """Sizes, and counts since the engine was made, unless an attribute says "now"; as of the last slice that was read.
 
     Attributes:
-        num_seats: the requests that run at once.
-        max_length: the most tokens of a request.
-        chunk_tokens: the prompt tokens that a step can compute, beside one token of each seat.
-        widths: the rows of narrower steps. An exact engine uses none.
+        max_num_seqs: the most requests that run at once.
+        max_model_len: the most tokens of a request.
+        chunk_tokens: the most prompt tokens that a step computes, with one token of each running request.
+        widths: the rows of narrower steps. A batch-invariant engine uses none.
         steps_per_slice: the most steps of the model between two reports to the host.
         num_queued: requests on the host now.
-        num_waiting: requests on the device without a seat now.
-        num_running: requests with a seat now.
+        num_waiting: requests on the device that wait now.
+        num_running: requests that run now.
         num_blocks: blocks of each cache, without the null block.
         num_free_blocks: free blocks now. They include cached prefixes that nobody holds.
         seconds: the time during which there were requests.
         num_slices: slices read.
         num_steps: steps of the model.
-        num_narrow_steps: steps of single tokens that had no row for each seat.
+        num_narrow_steps: steps of single tokens with fewer than `max_num_seqs` rows.
         num_mixed_steps: steps that had rows for chunks of prompts.
         num_generated: new tokens.
         num_drafted: drafts that were computed.
@@ -179,8 +179,8 @@ class EngineStats:
         num_preempted: preemptions.
     """
 
-    num_seats: int = 0
-    max_length: int = 0
+    max_num_seqs: int = 0
+    max_model_len: int = 0
     chunk_tokens: int = 0
     widths: tuple[int, ...] = ()
     steps_per_slice: int = 0

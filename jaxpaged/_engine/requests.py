@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxpaged._allocator.state import most_blocks
-from jaxpaged._engine.options import Options
+from jaxpaged._engine.options import ResolvedOptions
 from jaxpaged._engine.records import Completion, RequestOutput, SamplingParams, Score
 from jaxpaged._engine.sampling import Likely
 from jaxpaged._engine.state import Inbox, Report
@@ -131,16 +131,16 @@ def checked_prompt(prompt: Sequence[int], name: str = "a prompt") -> np.ndarray:
 
 
 def checked_request(
-    prompt: Sequence[int], params: SamplingParams, options: Options
+    prompt: Sequence[int], params: SamplingParams, options: ResolvedOptions
 ) -> tuple[np.ndarray, SamplingParams]:
     """The prompt as int32, and the parameters, if an engine with these options can ever serve them."""
     tokens = checked_prompt(prompt)
     check_params(params)
     limit = len(tokens) + params.max_tokens
-    if limit > (max_length := options.sizes.max_length):
+    if limit > (max_model_len := options.max_model_len):
         raise ValueError(
             f"a prompt of {len(tokens)} tokens and {params.max_tokens} new ones are more than the engine's "
-            f"{max_length=}. Shorten one of them, or make an engine with a larger max_length."
+            f"{max_model_len=}. Shorten one of them, or make an engine with a larger max_model_len."
         )
     windows, num_blocks, block_size = options.windows, options.num_blocks, options.block_size
     num_needed = most_blocks(windows, -(-(limit - 1) // block_size), block_size)  # the last token is never computed
@@ -191,7 +191,7 @@ def completion_seed(seed: int, index: int) -> int:
 
 
 def make_inbox(
-    options: Options,
+    options: ResolvedOptions,
     rows: Sequence[Row],
     aborts: Sequence[int],
     *,
@@ -206,7 +206,7 @@ def make_inbox(
         return np.asarray([*values, *[0] * (num_rows - len(rows))], dtype)
 
     inbox = Inbox(
-        prompts=np.zeros((num_rows, options.sizes.max_length), np.int32),
+        prompts=np.zeros((num_rows, options.max_model_len), np.int32),
         prompt_lengths=column([len(row.prompt) for row in rows], np.int32),
         max_new_tokens=column([p.max_tokens for p in params], np.int32),
         priorities=column([p.priority for p in params], np.int32),

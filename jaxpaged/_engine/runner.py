@@ -15,12 +15,13 @@ import numpy as np
 
 from jaxpaged._engine.books import Books, Sent
 from jaxpaged._engine.counting import counted
+from jaxpaged._engine.drafting import Draft
 from jaxpaged._engine.host_copies import HostCopies
 from jaxpaged._engine.host_tier import HostTier, Moves, NoHostTier
 from jaxpaged._engine.inputs import find_deleted, keys_and_values, own
 from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.on_mesh import find_mesh, replicate
-from jaxpaged._engine.options import Options
+from jaxpaged._engine.options import ResolvedOptions
 from jaxpaged._engine.packing import pack, unpack
 from jaxpaged._engine.program import compile_program, first_state
 from jaxpaged._engine.pytrees import difference
@@ -54,7 +55,9 @@ class Runner:
         counts: the stats as of the last slice that was read.
     """
 
-    def __init__(self, apply: Apply, weights: Any, caches: Any, options: Options, books: Books):
+    def __init__(
+        self, apply: Apply, weights: Any, caches: Any, draft: Draft | None, options: ResolvedOptions, books: Books
+    ):
         self.books, self.options = books, options
         self.kinds, state = first_state(caches, options)
         self.mesh = find_mesh(caches)
@@ -64,8 +67,8 @@ class Runner:
         self.tier = NoHostTier()
         if options.host_cache_bytes is not None:
             copies = HostCopies(options.host_cache_bytes, state, self.mesh, options.compiler_options)
-            self.tier = HostTier(copies, least_tokens=options.sizes.chunk_tokens // 2, growth=options.growth)
-        self.program = compile_program(apply, weights, state, self.kinds, self.mesh, options)
+            self.tier = HostTier(copies, least_tokens=options.chunk_tokens // 2, growth=options.growth)
+        self.program = compile_program(apply, draft, weights, state, self.kinds, self.mesh, options)
         self._last_report = self.program.no_report
         # A call takes milliseconds. On a CPU, or if the model has a loop, it waits for its steps: this thread does.
         self.thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged"), os.getpid()
@@ -82,10 +85,13 @@ class Runner:
         self._ended = self.since  # when the last slice that was read had ended
         num_blocks = options.num_blocks - 1
         self.counts = EngineStats(
+            max_num_seqs=options.max_num_seqs,
+            max_model_len=options.max_model_len,
+            chunk_tokens=options.chunk_tokens,
+            widths=options.widths,
+            steps_per_slice=options.steps_per_slice,
             num_blocks=num_blocks,
             num_free_blocks=num_blocks,
-            steps_per_slice=options.steps_per_slice,
-            **dataclasses.asdict(options.sizes),
         )
 
     @property

@@ -14,7 +14,7 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.prefix_cache import PrefixCache
 from jaxpaged._engine.drafting import Drafting
 from jaxpaged._engine.kinds import Kind
-from jaxpaged._engine.options import Options
+from jaxpaged._engine.options import ResolvedOptions
 from jaxpaged._engine.packing import num_words
 from jaxpaged._engine.prefix_groups import SeatGroups
 from jaxpaged._engine.sampling import Likely
@@ -40,9 +40,9 @@ class State:
     drafting: Drafting | None  # None: no drafts
 
     @classmethod
-    def create(cls, caches: Any, kinds: Sequence[Kind], options: Options) -> State:
+    def create(cls, caches: Any, kinds: Sequence[Kind], options: ResolvedOptions) -> State:
         """An engine's without requests."""
-        num_seats, max_length, max_requests = options.sizes.num_seats, options.sizes.max_length, options.max_requests
+        num_seats, max_length, max_requests = options.max_num_seqs, options.max_model_len, options.max_requests
         pool = dict(num_blocks=options.num_blocks, block_size=options.block_size)
         prefixes = None
         if options.prefix_cache and max_length >= options.block_size:  # else it could never find a block
@@ -53,7 +53,7 @@ class State:
             max_length=max_length,
             max_steps=options.steps_per_slice,
             num_stop_ids=options.num_stop_ids,
-            num_drafts=options.drafts,
+            num_drafts=options.num_speculative_tokens,
             num_adapters=options.num_adapters,
             prefix_cache=prefixes,
         )
@@ -73,8 +73,8 @@ class State:
             num_of_kind=jnp.zeros(len(kinds), jnp.int32),
             seat_groups=SeatGroups.create(num_seats) if kinds[0].least_spared is not None else None,
             num_spared=jnp.zeros((), jnp.int32),
-            drafting=Drafting.create(num_seats, options.drafts, max_requests, options.hidden)
-            if options.drafts
+            drafting=Drafting.create(num_seats, options.num_speculative_tokens, max_requests, options.hidden)
+            if options.num_speculative_tokens
             else None,
         )
 
@@ -84,7 +84,7 @@ class State:
 class Inbox:
     """What the host sends in with a slice. A row without a request has a prompt length of 0."""
 
-    prompts: Any  # int32 [rows, max_length]
+    prompts: Any  # int32 [rows, max_model_len]
     prompt_lengths: Any  # int32 [rows]
     max_new_tokens: Any  # int32 [rows]
     priorities: Any  # int32 [rows]

@@ -133,11 +133,11 @@ class StepAttention:
             The new cache, and `[tokens, features]`.
 
         Raises:
-            ValueError: the engine is exact, and the module leaves the number of partitions open; no group of several is
-                named, or the module's window is wider than the group's.
+            ValueError: the engine is batch-invariant, and the module leaves the number of partitions open; no group of
+                several is named, or the module's window is wider than the group's.
         """
         if self.num_partitions is not None and module.settings.num_partitions is None:
-            raise ValueError("an exact engine needs modules with a fixed num_partitions; make them with 1.")
+            raise ValueError("batch_invariant needs modules with a fixed num_partitions; make them with 1.")
         allocator, slots = self._of_group(group)
         settings, shared = module.settings, dict(plan=self.plan, shared_prefix=self.prefix_groups)
         if settings.num_partitions is not None or settings.sliding_window is not None:

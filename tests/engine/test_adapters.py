@@ -122,10 +122,10 @@ def test_tokens_are_those_of_merged_weights_among_other_adapters(left):
         assert engine.generate([prompts[i]], params[i])[0].outputs[0].token_ids == outputs[i].outputs[0].token_ids
 
 
-def test_an_exact_engine_gives_the_same_bits_among_other_adapters():
+def test_a_batch_invariant_engine_gives_the_same_bits_among_other_adapters():
     prompts, params = some_requests(8)
     params = [dataclasses.replace(of_one, logprobs=True, n=1) for of_one in params]
-    engine = engine_with(exact=True, prefix_cache=True)
+    engine = engine_with(batch_invariant=True, prefix_cache=True)
     together = engine.generate(prompts, params)
     for prompt, of_one, output in zip(prompts, params, together, strict=True):
         assert engine.generate([prompt], of_one)[0].outputs == output.outputs

@@ -60,7 +60,7 @@ def drafting_engine(num_drafts=DRAFTS, **options):
     """An engine whose drafts come from its weights' answers."""
     key = num_drafts, *options.items()
     if key not in ENGINES:
-        options |= dict(widths=(2 * SEATS,), drafts=num_drafts, prefix_cache=True, shares=True)
+        options |= dict(widths=(2 * SEATS,), num_speculative_tokens=num_drafts, prefix_cache=True, shares=True)
         draft = functools.partial(knowing, num_drafts=num_drafts)
         ENGINES[key] = create_engine(weights=knowing_weights(), draft=draft, **options)
     return ENGINES[key]
@@ -183,11 +183,11 @@ def test_scores_and_rollouts_are_those_without_drafts():
         np.testing.assert_allclose(score.logprobs, one.outputs[0].logprobs, atol=1e-5)
 
 
-def test_an_exact_engine_gives_equal_bits_with_drafts():
+def test_a_batch_invariant_engine_gives_equal_bits_with_drafts():
     prompts, params = requests(12, 5)
     prompts = [(prompt[:3] * 10)[:20] for prompt in prompts]  # what occurred before
     params = [dataclasses.replace(one, logprobs=True, n=1, max_tokens=24) for one in params]
-    engine = create_engine(drafts=2, exact=True, prefix_cache=True)
+    engine = create_engine(num_speculative_tokens=2, batch_invariant=True, prefix_cache=True)
     alone = [engine.generate([prompt], of_one)[0] for prompt, of_one in zip(prompts, params, strict=True)]
     before = engine.stats()
     for left in (BLOCKS, TIGHT):
@@ -327,16 +327,16 @@ def likely_or_not(weights, tokens, lengths):
 
 def test_drafts_leave_the_distribution_as_it_is():
     # 100,000 draws at temperature 1.
-    num_seats, new = 64, 50
-    sizes = dict(num_seats=num_seats, max_length=52, max_requests=4 * num_seats, steps_per_slice=64)
-    sizes |= dict(chunk_tokens=3 * num_seats, drafts=DRAFTS)
+    max_num_seqs, new = 64, 50
+    sizes = dict(max_num_seqs=max_num_seqs, max_model_len=52, max_requests=4 * max_num_seqs, steps_per_slice=64)
+    sizes |= dict(chunk_tokens=3 * max_num_seqs, num_speculative_tokens=DRAFTS)
     with mock.patch.object(program, "step_cost", return_value=1000.0):  # rows cost nothing
         engine = create_engine(
             model=in_a_chain,
             weights={"chain": jnp.asarray(CHAIN)},
-            cache=small_cache(1 + num_seats * 13),
+            cache=small_cache(1 + max_num_seqs * 13),
             draft=likely_or_not,
-            exact=True,
+            batch_invariant=True,
             **sizes,
         )
     outputs = engine.generate(
@@ -386,7 +386,7 @@ def head(weights, tokens, lengths, hidden):
 def test_a_head_drafts_from_hidden_states():
     # Prompts of one token, chunks, preemption, found prefixes: were a state another token's, drafts would be wrong.
     hidden, weights = jax.ShapeDtypeStruct((2,), jnp.float32), {"error": jnp.int32(0)}
-    options = dict(widths=(2 * SEATS,), drafts=2, draft=head, prefix_cache=True)
+    options = dict(widths=(2 * SEATS,), num_speculative_tokens=2, draft=head, prefix_cache=True)
     engine = create_engine(model=with_hidden, weights=weights, cache=small_cache(), hidden=hidden, **options)
     prompts = [[3 + i] * (1 + 5 * i % 23) for i in range(3 * SEATS)]
     for error in (0, 1):
@@ -457,31 +457,37 @@ def test_what_drafts_cannot_be():
     for wrong, message in {
         -1: "at least 0",
         True: "an int",
-        10**6: f"at most {MAX_TOKENS}; got drafts=1000000",
+        10**6: f"at most {MAX_TOKENS}; got num_speculative_tokens=1000000",
     }.items():
-        with pytest.raises(ValueError, match=f"drafts must be {message}"):
-            create_engine(drafts=wrong, widths=WIDTHS)
+        with pytest.raises(ValueError, match=f"num_speculative_tokens must be {message}"):
+            create_engine(num_speculative_tokens=wrong, widths=WIDTHS)
     with pytest.raises(ValueError, match=r"drafts are computed in steps of widths.*pass widths"):
-        create_engine(drafts=2, widths=())
-    with pytest.raises(ValueError, match=r"draft must be a function, and goes with drafts of at least 1; got draft=3"):
-        create_engine(draft=3, drafts=1)
-    with pytest.raises(ValueError, match=r"goes with drafts of at least 1; got draft=<function.*drafts=0"):
+        create_engine(num_speculative_tokens=2, widths=())
+    with pytest.raises(ValueError, match=r"draft must be a function, .* of at least 1; got draft=3"):
+        create_engine(draft=3, num_speculative_tokens=1)
+    with pytest.raises(ValueError, match=r"at least 1; got draft=<function.*num_speculative_tokens=0"):
         create_engine(draft=knowing)
-    with pytest.raises(ValueError, match=r"draft must return int32 \[6, 2\], the drafts of each seat; got int32 \[6\]"):
-        create_engine(draft=lambda weights, tokens, lengths: lengths, drafts=2, widths=(6,))
+    with pytest.raises(ValueError, match=r"draft must return int32 \[6, 2\], .* got int32 \[6\]"):
+        create_engine(draft=lambda weights, tokens, lengths: lengths, num_speculative_tokens=2, widths=(6,))
     hidden = jax.ShapeDtypeStruct((2,), jnp.float32)
-    with pytest.raises(ValueError, match=r"hidden must be a jax.ShapeDtypeStruct, and goes with draft; got hidden=3"):
-        create_engine(hidden=3, draft=head, drafts=2, widths=(6,))
-    with pytest.raises(ValueError, match=r"hidden must be.* got .*draft=None"):
-        create_engine(hidden=hidden, drafts=2, widths=(6,))
+    with pytest.raises(ValueError, match=r"hidden must be a jax.ShapeDtypeStruct; got hidden=3"):
+        create_engine(hidden=3, draft=head, num_speculative_tokens=2, widths=(6,))
+    with pytest.raises(ValueError, match=r"hidden goes with draft; got .*draft=None"):
+        create_engine(hidden=hidden, num_speculative_tokens=2, widths=(6,))
     with pytest.raises(
         ValueError, match=r"apply must return \(caches, logits, hidden\), as the engine has hidden; got 2"
     ):
-        create_engine(hidden=hidden, draft=head, drafts=2, widths=(6,))
+        create_engine(hidden=hidden, draft=head, num_speculative_tokens=2, widths=(6,))
     wrong = jax.ShapeDtypeStruct((3,), jnp.float32)
     with pytest.raises(ValueError, match=r"the third value.*it was float32\[6, 3\] and is float32\[6, 2\]"):
         create_engine(
-            model=with_hidden, weights={}, cache=small_cache(), hidden=wrong, draft=head, drafts=2, widths=(6,)
+            model=with_hidden,
+            weights={},
+            cache=small_cache(),
+            hidden=wrong,
+            draft=head,
+            num_speculative_tokens=2,
+            widths=(6,),
         )
 
 

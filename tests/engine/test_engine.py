@@ -124,7 +124,7 @@ def test_tokens_do_not_depend_on_the_load(load, left, chunk_tokens, prefix_cache
         assert (sharing.sum() > 0) == prefix_cache
 
 
-def test_an_exact_engine_gives_equal_bits_whatever_the_load():
+def test_a_batch_invariant_engine_gives_equal_bits_whatever_the_load():
     prompts, params = requests(20)
     params = [dataclasses.replace(of_one, logprobs=True, n=1) for of_one in params]
 
@@ -133,7 +133,7 @@ def test_an_exact_engine_gives_equal_bits_whatever_the_load():
             together = engine.generate(prompts[::-1], params[::-1])[::-1]
         return sum(one.outputs != other.outputs for one, other in zip(alone, together, strict=True))
 
-    exact = shared_engine(16, prefix_cache=True, exact=True)
+    exact = shared_engine(16, prefix_cache=True, batch_invariant=True)
     alone = [exact.generate([prompt], of_one)[0] for prompt, of_one in zip(prompts, params, strict=True)]
     before = exact.stats()
     assert [differing(exact, left) for left in (BLOCKS, TIGHT)] == [0, 0]
@@ -146,7 +146,7 @@ def test_an_exact_engine_gives_equal_bits_whatever_the_load():
         attend.call(module, None, None)
 
 
-def test_a_model_that_leaves_partitions_open_gets_those_of_an_exact_engine(monkeypatch):
+def test_a_model_that_leaves_partitions_open_gets_those_of_a_batch_invariant_engine(monkeypatch):
     given = []
     monkeypatch.setattr("jaxpaged._engine.step_attention.attend", lambda q, *_, **options: given.append(options) or q)
     cache, x = (
@@ -429,9 +429,8 @@ def test_nobody_gets_a_seat_before_all_that_were_added_are_there(prefix_cache):
 
 def test_a_slice_of_a_small_model_has_more_steps():
     gigabyte = 10**9
-    assert [chosen_steps(None, n * gigabyte, is_gpu=True) for n in (0, 1, 3, 8, 16, 70)] == [16, 12, 4, 2, 1, 1]
-    assert [chosen_steps(None, n * gigabyte, is_gpu=False) for n in (0.5, 1)] == [2, 1]
-    assert chosen_steps(3, 0, is_gpu=True) == 3
+    assert [chosen_steps(n * gigabyte, is_gpu=True) for n in (0, 1, 3, 8, 16, 70)] == [16, 12, 4, 2, 1, 1]
+    assert [chosen_steps(n * gigabyte, is_gpu=False) for n in (0.5, 1)] == [2, 1]
     assert shared_engine(16).stats().steps_per_slice == STEPS
     assert len(list(shared_engine(16).stream([[1, 2]], SamplingParams(max_tokens=2 * STEPS, temperature=0)))) == 2
 
@@ -544,7 +543,7 @@ def test_what_can_never_be_served_is_refused_with_its_reason():
             [3, 2**32 + 3], SamplingParams()
         ),
         r"token ids must be .*; got -1 to 3": lambda: engine.add_request([-1, 3], SamplingParams()),
-        "a prompt of 40 tokens and 9 new ones are more than the engine's max_length=48": lambda: engine.add_request(
+        "a prompt of 40 tokens and 9 new ones are more than the engine's max_model_len=48": lambda: engine.add_request(
             [1] * 40, SamplingParams(max_tokens=9)
         ),
         r"pass params for each prompt or for all; got len\(prompts\)=2, len\(each\)=3": lambda: engine.generate(
@@ -625,7 +624,7 @@ def test_a_model_that_cannot_be_served_is_refused():
     with pytest.raises(ValueError, match="these caches were donated, perhaps to another engine"):
         create_engine(cache=donated, weights=random_weights())
     with pytest.raises(ValueError, match="caches must be a pytree of KVCaches"):
-        Engine(toy_model.apply, random_weights(), [jnp.ones(3)], num_seats=1, max_length=8)
+        Engine(toy_model.apply, random_weights(), [jnp.ones(3)])
 
 
 def test_what_an_engine_is_made_from_is_checked():
@@ -683,9 +682,9 @@ def scaled_engine():
         model=apply,
         weights={"model": random_weights(), "scale": 1.0},
         cache=tuple(KVCache.create(**sizes) for _ in range(2)),
-        max_length=12,
+        max_model_len=12,
         prefix_cache=True,
-        exact=True,
+        batch_invariant=True,
     )
 
 
@@ -820,7 +819,7 @@ def test_an_engine_on_four_devices_gives_the_tokens_of_one(load):
 
 def test_engines_on_two_devices_share_the_prompts_out():
     other = jax.devices()[1]
-    engines = shared_engine(16), create_engine(device=other, exact=True)
+    engines = shared_engine(16), create_engine(device=other, batch_invariant=True)
     prompts, params = [[3, 1, 4], [1, 5], [9, 2, 6], [5, 3], [5, 8]], SamplingParams(max_tokens=6, seed=7)
     expected = engines[0].generate(prompts, params)
     with ThreadPoolExecutor() as threads:

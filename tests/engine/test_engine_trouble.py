@@ -196,7 +196,7 @@ def test_ctrl_c_in_any_lock_leaves_the_engines_thread_at_work(expected, monkeypa
 
 def test_an_engine_whose_thread_has_ended_says_so(monkeypatch):
     with not_compiled():
-        engine = create_engine(exact=True)
+        engine = create_engine(batch_invariant=True)
     request = engine.add_request(PROMPTS[0], LONG)
     monkeypatch.setattr(concurrent.futures.Future, "set_exception", None)  # an error where the thread catches none
     for _ in range(2):
@@ -340,7 +340,7 @@ class Failing:
 def test_an_engine_whose_model_fails_says_so_and_refuses_everything(expected):
     model = Failing()
     cache = jax.tree.map(jnp.zeros_like, shared_engine(16)._runner.state.caches)
-    engine = create_engine(model=model.apply, weights=random_weights(), cache=cache, exact=True)
+    engine = create_engine(model=model.apply, weights=random_weights(), cache=cache, batch_invariant=True)
     assert read_tokens(engine.generate(PROMPTS, LONG)) == expected
     request = engine.add_request(PROMPTS[0], LONG)
     engine.step()
@@ -375,7 +375,7 @@ def test_an_engine_is_lost_too_if_a_failure_shows_only_in_the_report():
             raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
 
     with not_compiled():
-        engine = create_engine(exact=True)
+        engine = create_engine(batch_invariant=True)
     engine.add_request(PROMPTS[0], LONG)
     runner = engine._runner
     fake = dict(run=lambda weights, state, last_report, inbox: (state, Broken()), copy=lambda report: report)

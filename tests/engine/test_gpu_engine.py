@@ -26,11 +26,11 @@ ENGINES = {
     "widths": functools.partial(create_engine, widths=(2, 3)),
     "prefix cache": functools.partial(create_engine, prefix_cache=True, num_blocks=BLOCKS // 2),
     "host memory": functools.partial(create_engine, **HOST_MEMORY),
-    "drafts": functools.partial(create_engine, widths=(SEATS, 2 * SEATS), drafts=3),
-    "exact": functools.partial(create_engine, exact=True),
+    "drafts": functools.partial(create_engine, widths=(SEATS, 2 * SEATS), num_speculative_tokens=3),
+    "exact": functools.partial(create_engine, batch_invariant=True),
     "two GPUs": on_two_gpus,
     "two GPUs, host memory": functools.partial(on_two_gpus, **HOST_MEMORY),
-    "two GPUs, drafts": functools.partial(on_two_gpus, widths=(SEATS, 2 * SEATS), drafts=3),
+    "two GPUs, drafts": functools.partial(on_two_gpus, widths=(SEATS, 2 * SEATS), num_speculative_tokens=3),
 }
 
 

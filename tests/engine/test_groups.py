@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import Engine, KVCache, LayerGroups, SamplingParams, layer_groups, rotary_frequencies
+from jaxpaged import Engine, EngineOptions, KVCache, LayerGroups, SamplingParams, layer_groups, rotary_frequencies
 from jaxpaged._allocator import state
 from jaxpaged._engine.requests import completion_seed
 from tests.toy_model import VOCAB, continuation_of, not_compiled
@@ -78,7 +78,7 @@ def expected_tokens(family, prompts, params):
 
 
 @functools.cache
-def engine(family, *, num_blocks, widths=None, prefix_cache=False, drafts=0):
+def engine(family, *, num_blocks, widths=None, prefix_cache=False, num_drafts=0):
     """`widths` None: one kind of steps, which compiles sooner."""
     windows = FAMILIES[family]
     groups = layer_groups(windows)
@@ -89,16 +89,18 @@ def engine(family, *, num_blocks, widths=None, prefix_cache=False, drafts=0):
         functools.partial(apply, windows, groups),
         random_weights(len(windows)),
         [cache(dtype="float32") for _ in range(groups.num_caches)],
-        windows=groups.windows,
-        num_seats=SEATS,
-        max_length=MAX_LENGTH,
-        chunk_tokens=24,
-        widths=widths,
-        exact=widths is None,
-        steps_per_slice=8,
-        prefix_cache=prefix_cache,
-        drafts=drafts,
-        compiler_options={"xla_backend_optimization_level": 0},
+        options=EngineOptions(
+            windows=groups.windows,
+            max_num_seqs=SEATS,
+            max_model_len=MAX_LENGTH,
+            chunk_tokens=24,
+            widths=widths,
+            batch_invariant=widths is None,
+            steps_per_slice=8,
+            prefix_cache=prefix_cache,
+            num_speculative_tokens=num_drafts,
+            compiler_options={"xla_backend_optimization_level": 0},
+        ),
     )
 
 
@@ -133,7 +135,7 @@ def least_blocks(family):
 
 
 # In the smallest pool that serves every request.
-tight_gemma = functools.partial(engine, "gemma 3", num_blocks=least_blocks("gemma 3"), prefix_cache=True, drafts=3)
+tight_gemma = functools.partial(engine, "gemma 3", num_blocks=least_blocks("gemma 3"), prefix_cache=True, num_drafts=3)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +191,7 @@ def test_a_layer_must_name_its_group_and_keep_to_its_window():
         return [cache], attend.newest(out[:, 0])
 
     cache = KVCache.create(num_blocks=9, block_size=4, num_kv_heads=1, head_dim=HEAD_DIM, dtype="float32")
+    options = EngineOptions(windows=(None, 6), max_num_seqs=2, max_model_len=8)
     for name, message in (("group", "pass group"), ("sliding_window", "pass sliding_window=6 or less; got None")):
         with pytest.raises(ValueError, match=message):
-            Engine(functools.partial(without, name), {}, [cache], windows=(None, 6), num_seats=2, max_length=8)
+            Engine(functools.partial(without, name), {}, [cache], options=options)

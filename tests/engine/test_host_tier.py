@@ -42,7 +42,7 @@ def engine():
     """In a pool for two requests at their limit."""
     if not MADE:
         options = dict(
-            prefix_cache=True, host_cache_bytes=HOST_BYTES, exact=True, chunk_tokens=CHUNK, steps_per_slice=2
+            prefix_cache=True, host_cache_bytes=HOST_BYTES, batch_invariant=True, chunk_tokens=CHUNK, steps_per_slice=2
         )
         MADE.append(create_engine(num_blocks=TIGHT + 1, **options))
     engine = MADE[0]
@@ -358,10 +358,10 @@ def test_copies_that_fail_lose_no_token(engine, monkeypatch, name):
 
 def test_what_a_host_tier_needs():
     options = dict(num_blocks=9, host_cache_bytes=10**6)
-    needs = "pass prefix_cache=True, a max_length of at least 4, and no windows; got max_length="
+    needs = "pass prefix_cache=True, a max_length of at least 4, and no windows; got max_model_len="
     for more, message in (
         (dict(), needs),
-        (dict(prefix_cache=True, max_length=BLOCK_SIZE - 1), needs + "3"),
+        (dict(prefix_cache=True, max_model_len=BLOCK_SIZE - 1), needs + "3"),
         (dict(prefix_cache=True, windows=(None, 8)), needs),
         (dict(prefix_cache=True, host_cache_bytes=BLOCK_BYTES), f"the {PAGE_BYTES} bytes that are moved at once"),
     ):

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import BlockAllocator, Engine, KVCache, SamplingParams, Scheduler, _device
-from jaxpaged._engine.defaults import chosen_compiler_options, chosen_sizes
+from jaxpaged import BlockAllocator, Engine, EngineOptions, KVCache, SamplingParams, Scheduler, _device
+from jaxpaged._engine.defaults import chosen_compiler_options, with_sizes
 from jaxpaged._engine.inputs import pool_sizes
 from jaxpaged._engine.kinds import LONGEST_WAIT, count_wait, make_kinds, next_kind
 from tests import toy_model
@@ -37,7 +37,7 @@ def test_each_width_is_a_kind_and_one_of_them_takes_chunks_too():
         (1024, True, False),
     ]
     assert make_kinds(384, 640, (64, 128, 256), least_spared=9)[2:] == others
-    (exact,) = make_kinds(6, 16, (3,), exact=True)
+    (exact,) = make_kinds(6, 16, (3,), batch_invariant=True)
     assert (exact.width, exact.is_mixed, exact.num_partitions) == (22, True, 1)
 
 
@@ -128,35 +128,37 @@ def test_on_a_gpu_xla_gets_options_that_it_knows(monkeypatch):
     assert chosen_compiler_options({"xla_gpu_autotune_level": 0}) == {"xla_gpu_autotune_level": 0}
 
 
-OPEN = dict(num_seats=None, max_length=None, chunk_tokens=None, widths=None, is_gpu=True)
+def sizes(num_blocks, *, is_gpu=True, **given):
+    chosen = with_sizes(EngineOptions(**given), num_blocks, 16, is_gpu=is_gpu)
+    return chosen.max_num_seqs, chosen.max_model_len, chosen.chunk_tokens, chosen.widths
 
 
 @pytest.mark.parametrize(
     ("num_blocks", "given", "expected"),
     [
         (16_385, {}, (512, 8192, 512, (64, 128, 256))),
-        (16_385, {"max_length": 2048}, (512, 2048, 512, (64, 128, 256))),
-        (16_385, {"num_seats": 256}, (256, 8192, 768, (64, 128, 256))),
-        (16_385, {"num_seats": 1024}, (1024, 8192, 512, (64, 128, 256))),
+        (16_385, {"max_model_len": 2048}, (512, 2048, 512, (64, 128, 256))),
+        (16_385, {"max_num_seqs": 256}, (256, 8192, 768, (64, 128, 256))),
+        (16_385, {"max_num_seqs": 1024}, (1024, 8192, 512, (64, 128, 256))),
         (6_400, {}, (192, 8192, 832, (64, 128))),  # seats for which the pool has 512 tokens each
         (2_049, {}, (64, 8192, 448, (64,))),
         (65, {}, (8, 1024, 504, ())),
         (9, {}, (8, 128, 128, ())),  # no more than the pool
-        (65, {"num_seats": 4, "chunk_tokens": 16, "widths": [4, 2, 2]}, (4, 1024, 16, (2, 4))),
+        (65, {"max_num_seqs": 4, "chunk_tokens": 16, "widths": [4, 2, 2]}, (4, 1024, 16, (2, 4))),
         (16_385, {"is_gpu": False}, (32, 8192, 32, ())),
     ],
 )
 def test_sizes_that_are_left_open(num_blocks, given, expected):
-    assert dataclasses.astuple(chosen_sizes(num_blocks, 16, **OPEN | given)) == expected
+    assert sizes(num_blocks, **given) == expected
 
 
 def test_sizes_that_are_given_are_checked():
     with pytest.raises(ValueError, match="widths must be at least 1; got widths=0"):
-        chosen_sizes(9, 16, **OPEN | {"widths": (0,)})
-    with pytest.raises(ValueError, match=r"num_seats \+ chunk_tokens = 12; got widths=\(12,\)"):
-        chosen_sizes(9, 16, **OPEN | {"num_seats": 4, "chunk_tokens": 8, "widths": (12,)})
+        sizes(9, widths=(0,))
+    with pytest.raises(ValueError, match=r"max_num_seqs \+ chunk_tokens = 12; got widths=\(12,\)"):
+        sizes(9, max_num_seqs=4, chunk_tokens=8, widths=(12,))
     with pytest.raises(ValueError, match=r"22 rows, is used; leave out \[10, 15\]"):
-        chosen_sizes(9, 16, **OPEN | {"num_seats": 6, "chunk_tokens": 16, "widths": (7, 10, 15)})
+        sizes(9, max_num_seqs=6, chunk_tokens=16, widths=(7, 10, 15))
     with pytest.raises(ValueError, match="at least 2; got num_blocks=1"):
         pool_sizes(KVCache(*jnp.zeros((2, 1, 4, 1, 8))))
 
@@ -171,5 +173,5 @@ def test_an_engine_without_any_size_serves_and_says_what_it_chose():
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.outputs[0].token_ids == toy_model.continuation(weights, prompt, params)[0]
     stats = engine.stats()
-    assert (stats.num_seats, stats.max_length, stats.chunk_tokens, stats.widths) == (8, 96, 56, ())
+    assert (stats.max_num_seqs, stats.max_model_len, stats.chunk_tokens, stats.widths) == (8, 96, 56, ())
     assert stats.num_mixed_steps > 0

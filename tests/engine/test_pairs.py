@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import Engine, KVCache, SamplingParams, layer_groups, rotary_frequencies
+from jaxpaged import Engine, EngineOptions, KVCache, SamplingParams, layer_groups, rotary_frequencies
 from jaxpaged._engine import kinds, program
 from jaxpaged._engine.requests import completion_seed
 from tests.toy_model import VOCAB, drawn, kept, one_kind_of_steps
@@ -118,33 +118,36 @@ def create_engine(config):
     num_blocks = 1 + (seats_blocks // 2 if config["tight"] else seats_blocks)
     sizes = dict(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype="float32")
     drafts = {
-        "none": dict(drafts=0),
-        "from text": dict(drafts=3),
-        "from hidden states": dict(drafts=2, draft=from_hidden, hidden=jax.ShapeDtypeStruct((FEATURES,), jnp.float32)),
+        "none": dict(num_speculative_tokens=0),
+        "from text": dict(num_speculative_tokens=3),
+        "from hidden states": dict(num_speculative_tokens=2, hidden=jax.ShapeDtypeStruct((FEATURES,), jnp.float32)),
     }[config["drafts"]]
-    widths = (7,) if drafts["drafts"] and not config["exact"] else (2,) if config["narrow"] else ()
+    widths = (7,) if drafts["num_speculative_tokens"] and not config["exact"] else (2,) if config["narrow"] else ()
     least = 1 if config["cached"] == "read once" else None
     with mock.patch.object(program, "chosen_least_spared", return_value=least), few_shared_tokens():
         return Engine(
             functools.partial(apply, config, groups),
             random_weights(0),
             [KVCache.create(**sizes) for _ in range(groups.num_caches)],
-            windows=groups.windows,
-            num_seats=SEATS,
-            max_length=MAX_LENGTH,
-            max_requests=12,
-            num_stop_ids=2,
-            widths=widths,
-            exact=config["exact"],
-            chunk_tokens=config["chunk_tokens"],
-            steps_per_slice=config["steps_per_slice"],
-            prefix_cache=config["cached"] != "no",
-            host_cache_bytes=2**20 if config["cached"] == "host memory" else None,
-            processed_logprobs=config["processed"],
-            max_logprobs=MOST_LIKELY if config["top_logprobs"] else 0,
-            num_adapters=ADAPTERS if config["adapters"] else 0,
-            compiler_options={"xla_backend_optimization_level": 0},
-            **drafts,
+            draft=from_hidden if config["drafts"] == "from hidden states" else None,
+            options=EngineOptions(
+                windows=groups.windows,
+                max_num_seqs=SEATS,
+                max_model_len=MAX_LENGTH,
+                max_requests=12,
+                num_stop_ids=2,
+                widths=widths,
+                batch_invariant=config["exact"],
+                chunk_tokens=config["chunk_tokens"],
+                steps_per_slice=config["steps_per_slice"],
+                prefix_cache=config["cached"] != "no",
+                host_cache_bytes=2**20 if config["cached"] == "host memory" else None,
+                processed_logprobs=config["processed"],
+                max_logprobs=MOST_LIKELY if config["top_logprobs"] else 0,
+                num_adapters=ADAPTERS if config["adapters"] else 0,
+                compiler_options={"xla_backend_optimization_level": 0},
+                **drafts,
+            ),
         )
 
 

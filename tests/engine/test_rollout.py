@@ -150,7 +150,7 @@ def test_sleep_tells_of_a_slice_that_failed_once(monkeypatch):
 
 
 def test_processed_logprobs_are_those_of_the_distribution_that_is_drawn_from():
-    engine = create_engine(exact=True, processed_logprobs=True)
+    engine = create_engine(batch_invariant=True, processed_logprobs=True)
     prompt, params = [3, 1, 4], SamplingParams(max_tokens=6, temperature=0.5, top_k=4, seed=2, n=3)
     rollout = engine.rollout([prompt], params)
     scores = engine.score([prompt] * 3, rollout.tokens.tolist())

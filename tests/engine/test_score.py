@@ -1,4 +1,4 @@
-"""Engine.score and prompt_logprobs: logprobs of given tokens are the model's, and under `exact` the sampler's bits."""
+"""Engine.score and prompt_logprobs: the model's logprobs of given tokens; with batch_invariant, the sampler's bits."""
 
 import dataclasses
 
@@ -70,10 +70,10 @@ def test_scores_are_the_models_beside_requests_that_generate(left, prefix_cache)
         assert after.num_scored - before.num_scored == num_scored
 
 
-def test_an_exact_engine_scores_to_the_bits_that_it_sampled():
+def test_a_batch_invariant_engine_scores_to_the_bits_that_it_sampled():
     prompts, params = requests(20)
     params = [dataclasses.replace(of_one, logprobs=True, n=1) for of_one in params]
-    exact = shared_engine(16, prefix_cache=True, exact=True)
+    exact = shared_engine(16, prefix_cache=True, batch_invariant=True)
 
     def sample(engine):
         sampled = [output.outputs[0] for output in engine.generate(prompts, params)]
@@ -157,7 +157,7 @@ def test_groups_of_rows_have_more_than_the_sequences_if_these_are_few():
         assert len(newest) == attend.num_newest
         return cache, newest @ weights["head"]
 
-    engine = create_engine(model=apply_by_parts, num_seats=2, chunk_tokens=30, widths=(), exact=True)
+    engine = create_engine(model=apply_by_parts, max_num_seqs=2, chunk_tokens=30, widths=(), batch_invariant=True)
     prompts = [[7, 8, 9] * 5, [3, 1], [4] * 11]
     params = [SamplingParams(max_tokens=20, temperature=t, seed=i, logprobs=True) for i, t in enumerate((0, 1, 0.7))]
     sampled = [output.outputs[0] for output in engine.generate(prompts, params)]
@@ -172,7 +172,7 @@ def test_what_cannot_be_scored_is_refused():
         "pass tokens for each prompt; got len\\(prompts\\)=1, len\\(tokens\\)=2": ([[1]], [[2], [3]]),
         "tokens to score must be a list of at least one": ([[1]], [[]]),
         "a prompt must be a list of at least one": ([[]], [[1]]),
-        "more than the engine's max_length=48": ([[1] * 40], [[2] * 9]),
+        "more than the engine's max_model_len=48": ([[1] * 40], [[2] * 9]),
     }
     for message, texts in wrong.items():
         with pytest.raises(ValueError, match=message):

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpaged.nnx
-from jaxpaged import BlockAllocator, Engine, KVCache, LatentSettings, _device, rotary_frequencies
+from jaxpaged import BlockAllocator, Engine, EngineOptions, KVCache, LatentSettings, _device, rotary_frequencies
 from jaxpaged._engine.defaults import COMPILER_OPTIONS
 from jaxpaged._engine.sampling import sample
 from jaxpaged._engine.slices import Setup, run_slice
@@ -72,8 +72,8 @@ def without_kernels():
 def with_kernels():
     cache = KVCache.create(num_blocks=64, block_size=16, num_kv_heads=2, head_dim=64)
     weights = {"embedding": jnp.zeros((48, 2, 64), jnp.bfloat16)}
-    sizes = dict(num_seats=8, chunk_tokens=56, widths=(4,), steps_per_slice=3)
-    engine = Engine(apply_by_kernels, weights, cache, prefix_cache=True, **sizes)
+    options = EngineOptions(max_num_seqs=8, chunk_tokens=56, widths=(4,), steps_per_slice=3, prefix_cache=True)
+    engine = Engine(apply_by_kernels, weights, cache, options=options)
     _device.is_gpu, _device.gpu = lambda: True, lambda: _device.named("H100")
     return compiled_slice(apply_by_kernels, engine, weights)
 

@@ -27,7 +27,7 @@ MOST = 4
 
 @functools.cache
 def engine():
-    return create_engine(chunk_tokens=16, widths=(2,), drafts=2, max_logprobs=MOST)
+    return create_engine(chunk_tokens=16, widths=(2,), num_speculative_tokens=2, max_logprobs=MOST)
 
 
 def check(found, text, first, num):

@@ -22,7 +22,7 @@ from lib.http_server import Server, bind
 KEY, PROMPT = "secret", "The quick brown fox"
 LONG = dict(prompt="page", temperature=0, max_tokens=100)  # the answer is as long
 SIZES = [
-    "--num-seats=4",
+    "--max-num-seqs=4",
     "--chunk-tokens=16",
     "--steps-per-slice=4",
     "--block-size=8",

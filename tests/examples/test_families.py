@@ -90,10 +90,10 @@ def test_behind_an_engine(family, tmp_path):
     checkpoint = read_checkpoint(tmp_path)
     model = load_model(checkpoint, "float32")
     for layer in model.layers:
-        # For an exact engine, which compiles one kind of step and not three.
+        # For a batch-invariant engine, which compiles one kind of step and not three.
         layer.self_attn.settings = dataclasses.replace(layer.self_attn.settings, num_partitions=1)
-    sizes = dict(num_seats=1, max_length=20, block_size=BLOCK_SIZE, chunk_tokens=8)
-    engine = create_engine(model, checkpoint.config, **sizes, dtype="float32", exact=True)
+    options = jaxpaged.EngineOptions(max_num_seqs=1, max_model_len=20, chunk_tokens=8, batch_invariant=True)
+    engine = create_engine(model, checkpoint.config, options, block_size=BLOCK_SIZE, dtype="float32")
     expected = EXPECTED[family]["tokens"]
     params = jaxpaged.SamplingParams(max_tokens=len(expected), temperature=0.0)
     assert engine.generate([PROMPT], params)[0].outputs[0].token_ids == expected

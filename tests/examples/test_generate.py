@@ -80,13 +80,13 @@ def test_the_result_depends_on_the_prompt_alone(run, expected):
 
 
 def test_drafts_change_no_token(run, expected):
-    code, lines, err = run("--drafts", 3, tokens=90)
+    code, lines, err = run("--num-speculative-tokens", 3, tokens=90)
     assert code == 0
     for line in lines:
         assert line["tokens"] == expected(line, 90)
     num_right, num_drafted = map(int, re.search(r"drafts:  (\d+) of (\d+) were right", err).groups())
     assert num_right <= num_drafted > 0
-    code, out, _ = run("--drafts", 3, "--num-blocks", 9, as_json=False)
+    code, out, _ = run("--num-speculative-tokens", 3, "--num-blocks", 9, as_json=False)
     assert (code, out) == (2, "")
 
 

@@ -46,18 +46,18 @@ def test_drafts_change_no_token():
     weights = rollout.first_weights(1)
     prompts = [[letter] * (rollout.PROMPT - 1) + [15] for letter in range(8)]
     params = SamplingParams(max_tokens=rollout.NEW, n=8, seed=5, temperature=0.3)
-    engine, without = (rollout.create_engine(weights, drafts) for drafts in (2, 0))
+    engine, without = (rollout.create_engine(weights, num_drafts) for num_drafts in (2, 0))
     np.testing.assert_array_equal(engine.rollout(prompts, params).tokens, without.rollout(prompts, params).tokens)
     assert engine.stats().num_accepted > 0
 
 
 def test_what_a_person_sees(run, monkeypatch, capsys):
-    def train(num_rounds, seed, drafts):
-        assert (num_rounds, seed, drafts) == (11, 2, 3)
+    def train(num_rounds, seed, num_drafts):
+        assert (num_rounds, seed, num_drafts) == (11, 2, 3)
         return run[:11]
 
     monkeypatch.setattr(rollout, "train", train)
-    rollout.main(["--rounds=11", "--seed=2", "--drafts=3"])
+    rollout.main(["--rounds=11", "--seed=2", "--num-speculative-tokens=3"])
     printed = capsys.readouterr()
     assert printed.out.splitlines() == [f"round {i}: mean reward {run[i][0]:.3f}" for i in (0, 10)]
     assert printed.err.endswith(" s\n")

@@ -115,7 +115,7 @@ def test_latents_behind_the_server(tmp_path):
     """A prompt, and again as the prefix cache knows it: the tokens of transformers."""
     write_family(tmp_path, "deepseek_v3")
     tokens = json.loads(Path(__file__).with_name("data").joinpath("families.json").read_text())["deepseek_v3"]["tokens"]
-    options = [f"--model={tmp_path}", "--dtype=float32", f"--api-key={KEY}", *SIZES, "--max-length=32"]
+    options = [f"--model={tmp_path}", "--dtype=float32", f"--api-key={KEY}", *SIZES, "--max-model-len=32"]
     service = serve.create_service(serve.parse_arguments(options))
     with running(service) as server:
         for _ in range(2):

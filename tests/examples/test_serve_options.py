@@ -60,7 +60,9 @@ def test_adapters_have_names_of_their_own(tiny):
 
 def test_the_memory_of_the_cache(tiny, capsys, monkeypatch):
     made = {}
-    monkeypatch.setattr(serve, "create_engine", lambda model, config, **options: made.update(options))
+    monkeypatch.setattr(
+        serve, "create_engine", lambda model, config, options, **sizes: made.update(vars(options) | sizes)
+    )
     monkeypatch.setattr(serve, "EngineThread", lambda engine, most_completions: None)
     config = tiny.config
     options = ["--model", str(tiny.path), "--dtype=float32", "--block-size=8", "--cache-mb=1"]
@@ -89,16 +91,18 @@ def test_the_memory_of_the_cache(tiny, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "num_blocks", "max_length", "reason"),
+    ("options", "num_blocks", "max_model_len", "reason"),
     [
-        (["--max-length=64"], None, 64, None),
-        ([], None, 128, "fewer than --max-length 2,048: the model's context is 128."),
-        (["--max-length=4096"], 1000, 128, "fewer than --max-length 4,096: the model's context is 128."),
-        (["--max-length=64"], 9, 64, None),
-        (["--max-length=64"], 5, 32, "fewer than --max-length 64: the pool has 5 blocks."),
+        (["--max-model-len=64"], None, 64, None),
+        ([], None, 128, "fewer than --max-model-len 2,048: the model's context is 128."),
+        (["--max-model-len=4096"], 1000, 128, "fewer than --max-model-len 4,096: the model's context is 128."),
+        (["--max-model-len=64"], 9, 64, None),
+        (["--max-model-len=64"], 5, 32, "fewer than --max-model-len 64: the pool has 5 blocks."),
     ],
 )
-def test_a_maximum_length_that_is_not_reached_is_reported(tiny, capsys, options, num_blocks, max_length, reason):
+def test_a_maximum_length_that_is_not_reached_is_reported(tiny, capsys, options, num_blocks, max_model_len, reason):
     args = serve.parse_arguments([*options, "--block-size=8"])
-    assert serve.find_max_length(tiny.config, args, num_blocks) == max_length
-    assert capsys.readouterr().err == ("" if reason is None else f"Requests may have {max_length} tokens, {reason}\n")
+    assert serve.find_max_model_len(tiny.config, args, num_blocks) == max_model_len
+    assert capsys.readouterr().err == (
+        "" if reason is None else f"Requests may have {max_model_len} tokens, {reason}\n"
+    )

@@ -27,7 +27,7 @@ def thinker(tiny):
     tokenizer = type(tiny.tokenizer.tokenizer).from_str(tiny.tokenizer.tokenizer.to_str())
     tokenizer.add_special_tokens(["<think>", "</think>"])
     checkpoint = SimpleNamespace(tokenizer=dataclasses.replace(tiny.tokenizer, tokenizer=tokenizer))
-    return Service(SimpleNamespace(), checkpoint, ("model",), max_length=100)
+    return Service(SimpleNamespace(), checkpoint, ("model",), max_model_len=100)
 
 
 def parts(service, text, prompt="", **fields):

@@ -87,7 +87,8 @@ def test_tunix_learns_with_a_rollout_on_an_engine():
 
     model, letters = tunix_rollout.toy_model(), tunix_rollout.Letters()
     config = tunix_rollout.RolloutConfig(max_tokens_to_generate=8, max_prompt_length=12, return_logprobs=True)
-    rollout = tunix_rollout.EngineRollout(model, letters, config, num_seats=8, block_size=4)
+    options = jaxpaged.EngineOptions(max_num_seqs=8, prefix_cache=True)
+    rollout = tunix_rollout.EngineRollout(model, letters, config, block_size=4, options=options)
     from flax import nnx
 
     for change in (0.0, 0.1):  # in place, as a trainer that shares the variables does

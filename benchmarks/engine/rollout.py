@@ -40,7 +40,7 @@ def run_round(engine: Engine, work: Sequence[Request], *, version: int) -> dict[
     require((mask.sum(axis=1) == wanted).all(), "a completion has not the tokens that it should have")
     logprobs = np.asarray(rollout.logprobs)[mask]
     require(np.isfinite(logprobs).all() and (logprobs < 0).any(), "these are no logprobs")
-    require((np.asarray(rollout.versions)[mask] == version).all(), "a token was made by other weights")
+    require((np.asarray(rollout.weight_versions)[mask] == version).all(), "a token was made by other weights")
     return {
         "completions": len(wanted),
         "tokens": int(wanted.sum()),
@@ -59,7 +59,7 @@ def time_update(engine: Engine, weights: Any, prompt: list[int]) -> dict[str, An
     engine.update_weights(weights)
     updated = time.perf_counter() - begin
     [output] = engine.generate([prompt], SamplingParams(max_tokens=1))
-    require(output.outputs[0].versions == [1], "the first token after the update is of other weights")
+    require(output.outputs[0].weight_versions == [1], "the first token after the update is of other weights")
     return {"update_s": updated, "to_first_token_s": time.perf_counter() - begin}
 
 

@@ -156,7 +156,7 @@ class Engine:
                 yield from self._books.take_news(request_ids)
 
     def rollout(self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]) -> Rollout:
-        """Like `generate`, but returns arrays on the device for a learner: tokens, logprobs, mask, weights' versions.
+        """Like `generate`, but returns arrays on the device for a learner (`Rollout`).
 
         Logprobs come without asking. Each shape of the arrays compiles a small program, apart from the engine's.
 
@@ -267,7 +267,7 @@ class Engine:
         """Uses other weights of the same shapes from the next slice on. Nothing is compiled.
 
         Running requests keep the keys and values that the old weights made; to avoid that, finish or abort them first.
-        `Completion.versions` says which weights made each token.
+        `Completion.weight_versions` says which weights made each token.
         The prefix cache finds nothing that was computed with the old weights, nor by a request that began with them.
 
         Args:

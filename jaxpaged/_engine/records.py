@@ -95,7 +95,7 @@ class Completion:
         token_ids: the new tokens so far.
         logprobs: the log probability of each; None if the request did not ask for them.
         finish_reason: "stop" after a stop token, "length" after `max_tokens`, "abort"; None: not finished.
-        versions: how often `Engine.update_weights` had been called when each token was made.
+        weight_versions: how often `Engine.update_weights` had been called when each token was made.
         top_logprobs: beside each, the log probabilities of the most likely tokens by token, the most likely first;
             None if the request did not ask for them.
     """
@@ -103,7 +103,8 @@ class Completion:
     token_ids: list[int]
     logprobs: list[float] | None
     finish_reason: str | None
-    versions: list[int] = dataclasses.field(default_factory=list, compare=False)  # equal tokens are equal completions
+    # Equal tokens are equal completions.
+    weight_versions: list[int] = dataclasses.field(default_factory=list, compare=False)
     top_logprobs: list[dict[int, float]] | None = None
 
 

@@ -48,7 +48,7 @@ class Row:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
-    versions: list[int] = dataclasses.field(default_factory=list)
+    weight_versions: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     # Of the host tier: the keys of its blocks, with the salt for which they are, how many of these it asked for, on the
     # way out and back, and whether a copy to the device failed.
@@ -65,7 +65,7 @@ class Row:
 
     def take_tokens(self, tokens: list[int], logprobs: list[float], likely: Likely | None, version: int) -> None:
         self.token_ids += tokens
-        self.versions += [version] * len(tokens)
+        self.weight_versions += [version] * len(tokens)
         if self.params.logprobs:
             self.logprobs += logprobs
         if likely is not None and self.params.top_logprobs:
@@ -172,7 +172,7 @@ def make_output(request_id: int, rows: Sequence[Row]) -> RequestOutput:
             list(row.token_ids),
             list(row.logprobs) if row.params.logprobs else None,
             row.finish_reason,
-            list(row.versions),
+            list(row.weight_versions),
             list(row.top_logprobs) if row.params.top_logprobs else None,
         )
         for row in rows

@@ -26,13 +26,13 @@ class Rollout:
         tokens: int32; 0 behind the end of a completion.
         logprobs: float32, of each token; 0 behind the end.
         mask: bool, whether there is a token.
-        versions: int32, how often `update_weights` had been called when each token was made; 0 behind the end.
+        weight_versions: int32, how often `update_weights` had been called when each token was made; 0 behind the end.
     """
 
     tokens: jax.Array
     logprobs: jax.Array
     mask: jax.Array
-    versions: jax.Array
+    weight_versions: jax.Array
 
 
 class Collector:
@@ -91,5 +91,5 @@ def _put(rollout: Rollout, words: jax.Array, targets: jax.Array, version: jax.Ar
         put(rollout.tokens, tokens),
         put(rollout.logprobs, report.logprobs),
         put(rollout.mask, jnp.ones((), jnp.bool_)),
-        put(rollout.versions, version),
+        put(rollout.weight_versions, version),
     )

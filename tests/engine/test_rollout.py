@@ -46,9 +46,9 @@ def test_a_rollout_is_what_generate_returns_as_arrays(left):
         if completion.logprobs:
             np.testing.assert_allclose(rollout.logprobs[i, : lengths[i]], completion.logprobs, atol=1e-5)
     assert (np.asarray(rollout.logprobs)[np.asarray(rollout.mask)] < 0).all()
-    for array in (rollout.tokens, rollout.logprobs, rollout.versions):
+    for array in (rollout.tokens, rollout.logprobs, rollout.weight_versions):
         assert not np.asarray(array)[~np.asarray(rollout.mask)].any()
-    assert (np.asarray(rollout.versions)[np.asarray(rollout.mask)] == version).all()
+    assert (np.asarray(rollout.weight_versions)[np.asarray(rollout.mask)] == version).all()
     with pytest.raises(ValueError, match="at least one prompt"):
         engine.rollout([], SamplingParams())
 
@@ -83,20 +83,20 @@ def test_each_token_says_which_weights_made_it():
         engine.step()
     engine.update_weights(random_weights(1))
     (completion,) = finish(engine)[request].outputs
-    assert len(completion.versions) == len(completion.token_ids)
-    changes = np.diff(completion.versions)
-    assert sorted(set(completion.versions)) == [before, before + 1]
+    assert len(completion.weight_versions) == len(completion.token_ids)
+    changes = np.diff(completion.weight_versions)
+    assert sorted(set(completion.weight_versions)) == [before, before + 1]
     assert (changes >= 0).all()
     first = int(np.flatnonzero(changes)[0]) + 1
     engine.update_weights(random_weights())
     params = SamplingParams(max_tokens=first, temperature=0)
     (old,) = engine.generate([[1, 2, 3]], params)
     assert old.outputs[0].token_ids == completion.token_ids[:first]
-    assert old.outputs[0].versions == [before + 2] * first
+    assert old.outputs[0].weight_versions == [before + 2] * first
     (longer,) = engine.generate([[1, 2, 3]], dataclasses.replace(params, max_tokens=first + 4))
     assert longer.outputs[0].token_ids != completion.token_ids[: first + 4]  # no older weights made these
     rollout = engine.rollout([[1, 2, 3]], params)
-    assert rollout.versions.tolist() == [[before + 2] * first]
+    assert rollout.weight_versions.tolist() == [[before + 2] * first]
 
 
 def test_an_engine_that_sleeps_holds_no_cache_and_wakes_up_the_same(monkeypatch):

@@ -21,7 +21,7 @@ def test_the_reward_rises(run):
     assert rewards[-1] > rewards[0] + 0.25  # above 0.9 after 30 rounds
     for i, (_, completions) in enumerate(run):
         assert completions.mask.all()
-        assert (completions.versions == i).all()
+        assert (completions.weight_versions == i).all()
 
 
 def test_a_seed_gives_the_same_run_again(run):

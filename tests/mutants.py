@@ -303,9 +303,9 @@ MUTANTS = (
         MIXTURE,
     ),
     Mutant(
-        "scheduler: priority does nothing",
+        "scheduler: a head start does nothing",
         SUBMISSION,
-        "arrival - jnp.clip(new.priorities, -MAX_PRIORITY, MAX_PRIORITY)",
+        "arrival - jnp.clip(new.head_starts, -MAX_HEAD_START, MAX_HEAD_START)",
         "arrival",
         MIXTURE,
     ),

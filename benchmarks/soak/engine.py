@@ -42,7 +42,7 @@ def kinds(count: int, rng: np.random.Generator) -> list[tuple[list[int], Samplin
                 top_k=i % 3 * 4,
                 seed=i,
                 stop_token_ids=(3,) if i % 4 == 0 else (),
-                priority=int(rng.integers(-20, 20)),
+                head_start=int(rng.integers(-20, 20)),
             ),
         )
         for i, prompt in enumerate(prompts)

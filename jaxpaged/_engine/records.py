@@ -37,8 +37,8 @@ class SamplingParams:
             and, with `prompt_logprobs`, beside each token of the prompt; at most the engine's `max_logprobs`. They are
             always the model's.
         adapter: the model's adapter that the request takes, from 0 on, below the engine's `num_adapters`; None: none.
-        priority: on the device it ranks as if it had come so many requests earlier, behind the one that did; if
-            negative, later.
+        head_start: on the device the request ranks as if it had come this many requests earlier, right after the one
+            that did; if negative, later.
     """
 
     max_tokens: int = 16
@@ -52,10 +52,10 @@ class SamplingParams:
     prompt_logprobs: bool = False
     top_logprobs: int = 0
     adapter: int | None = None
-    priority: int = 0
+    head_start: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in {"max_tokens": 1, "top_k": -1, "n": 1, "top_logprobs": 0, "priority": -(2**31)}.items():
+        for name, least in {"max_tokens": 1, "top_k": -1, "n": 1, "top_logprobs": 0, "head_start": -(2**31)}.items():
             checked_size(name, getattr(self, name), least, 2**31 - 1)
         if self.seed is not None:
             checked_size("seed", self.seed, 0, 2**32 - 1)

@@ -209,7 +209,7 @@ def make_inbox(
         prompts=np.zeros((num_rows, options.max_model_len), np.int32),
         prompt_lengths=column([len(row.prompt) for row in rows], np.int32),
         max_new_tokens=column([p.max_tokens for p in params], np.int32),
-        priorities=column([p.priority for p in params], np.int32),
+        head_starts=column([p.head_start for p in params], np.int32),
         stop_ids=np.full((num_rows, options.num_stop_ids), -1, np.int32),
         sampling=Sampling(
             temperature=column([p.temperature for p in params], np.float32),

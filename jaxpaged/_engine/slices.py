@@ -62,7 +62,7 @@ def run_slice(setup: Setup, weights: Any, state: State, inbox: Inbox) -> tuple[S
         inbox.prompts,
         inbox.prompt_lengths,
         inbox.max_new_tokens,
-        priorities=inbox.priorities,
+        head_starts=inbox.head_starts,
         stop_ids=inbox.stop_ids,
         findable=jnp.where(inbox.spans[:, 1] > 0, inbox.spans[:, 0] - 1, inbox.prompts.shape[1]),
         **{field.name: getattr(inbox.sampling, field.name) for field in dataclasses.fields(Sampling)},

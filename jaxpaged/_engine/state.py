@@ -87,7 +87,7 @@ class Inbox:
     prompts: Any  # int32 [rows, max_model_len]
     prompt_lengths: Any  # int32 [rows]
     max_new_tokens: Any  # int32 [rows]
-    priorities: Any  # int32 [rows]
+    head_starts: Any  # int32 [rows]
     stop_ids: Any  # int32 [rows, stop_ids]
     sampling: Sampling  # of each row
     families: Any  # int32 [rows], the same for completions of one request

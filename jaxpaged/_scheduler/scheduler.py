@@ -38,7 +38,7 @@ class Scheduler(SchedulerState):
         sampling: how to sample for each request.
         statuses: int32 `[requests]`, the `RequestStatus` of each request.
         arrivals: int32 `[requests]`, a number that grows with each request submitted.
-        keys: int32 `[requests]`, arrival minus priority: requests are served in this order, and by arrival if equal.
+        keys: int32 `[requests]`, arrival minus head start: requests are served in this order, and by arrival if equal.
         order: int32 `[requests]`, request ids in order of rank. Only `submit` changes it.
         ranks: int32 `[requests]`, each request's index in `order`.
         seated: int32 `[seats]`, the id of the request in each seat; `max_requests` if the seat is free.
@@ -167,7 +167,7 @@ class Scheduler(SchedulerState):
         prompt_lengths: ArrayLike,
         max_new_tokens: ArrayLike,
         *,
-        priorities: ArrayLike | None = None,
+        head_starts: ArrayLike | None = None,
         stop_ids: ArrayLike | None = None,
         temperature: ArrayLike | None = None,
         top_k: ArrayLike | None = None,
@@ -183,8 +183,8 @@ class Scheduler(SchedulerState):
             prompts: int32 `[rows, width]`, each prompt at the start of its row.
             prompt_lengths: int32 `[rows]`; 0: no request.
             max_new_tokens: int32 `[rows]`, at least 1.
-            priorities: int32 `[rows]`, a request ranks as if it had come so many requests earlier, behind the one that
-                did; if negative, later. At most 2^29. None: 0.
+            head_starts: int32 `[rows]`: a request ranks as if it had been submitted this many requests earlier, right
+                after the one that was; if negative, later. At most 2^29. None: 0.
             stop_ids: int32 `[rows, n]`, tokens that end a request, n at most `num_stop_ids`; -1: none.
             temperature: float32 `[rows]`. None: 0.
             top_k: int32 `[rows]`. None: 0.
@@ -209,7 +209,7 @@ class Scheduler(SchedulerState):
             prompts,
             prompt_lengths,
             max_new_tokens,
-            priorities,
+            head_starts,
             stop_ids,
             temperature,
             top_k,

@@ -13,7 +13,7 @@ from jaxpaged._scheduler import planning
 from jaxpaged._scheduler.records import Refusal, RequestStatus, Sampling
 from jaxpaged._scheduler.state import SchedulerState
 
-MAX_PRIORITY = 2**29  # a key is an arrival less a priority, in int32
+MAX_HEAD_START = 2**29  # a key is an arrival less a head start, in int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Requests:
     prompts: jax.Array
     prompt_lengths: jax.Array
     max_new_tokens: jax.Array
-    priorities: jax.Array
+    head_starts: jax.Array
     stop_ids: jax.Array
     sampling: Sampling
     findable: jax.Array
@@ -34,7 +34,7 @@ def validate(
     prompts: Any,
     prompt_lengths: Any,
     max_new_tokens: Any,
-    priorities: Any,
+    head_starts: Any,
     stop_ids: Any,
     temperature: Any,
     top_k: Any,
@@ -64,7 +64,7 @@ def validate(
         prompts=prompts,
         prompt_lengths=rows("prompt_lengths", prompt_lengths, jnp.int32),
         max_new_tokens=rows("max_new_tokens", max_new_tokens, jnp.int32),
-        priorities=rows("priorities", priorities, jnp.int32),
+        head_starts=rows("head_starts", head_starts, jnp.int32),
         stop_ids=jnp.pad(stop_ids, ((0, 0), (0, most - stop_ids.shape[1])), constant_values=-1),
         sampling=Sampling(
             temperature=rows("temperature", temperature, jnp.float32),
@@ -101,7 +101,7 @@ def submit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, new: Requ
     arrivals, keys = scheduler.arrivals - oldest, scheduler.keys - oldest
     arrival += scheduler.next_arrival - oldest
     arrivals = place(arrivals, arrival)
-    keys = place(keys, arrival - jnp.clip(new.priorities, -MAX_PRIORITY, MAX_PRIORITY))
+    keys = place(keys, arrival - jnp.clip(new.head_starts, -MAX_HEAD_START, MAX_HEAD_START))
     order = jnp.lexsort((arrivals, keys)).astype(jnp.int32)
 
     prompts = jnp.pad(new.prompts[:, :max_length], ((0, 0), (0, max(max_length - width, 0))))

@@ -421,7 +421,7 @@ def test_nobody_gets_a_seat_before_all_that_were_added_are_there(prefix_cache):
     with mock.patch.object(runner, "MOST_ARRIVALS", 4):
         params = SamplingParams(max_tokens=MAX_TOKENS - 4, temperature=0)
         others = [engine.add_request([1, 2], params) for _ in range(toy_model.SEATS + 2)]
-        urgent = engine.add_request([1, 2], dataclasses.replace(params, max_tokens=1, priority=1000))
+        urgent = engine.add_request([1, 2], dataclasses.replace(params, max_tokens=1, head_start=1000))
         ended = [output.request_id for output in engine.step() + engine.step() if output.finished]
         assert ended[:1] == [urgent]
         assert finish(engine).keys() == {*others}
@@ -561,7 +561,7 @@ def test_what_can_never_be_served_is_refused_with_its_reason():
         "max_tokens must be at least 1; got max_tokens=0": lambda: SamplingParams(max_tokens=0),
         "max_tokens must be an int; got max_tokens=1.5": lambda: SamplingParams(max_tokens=1.5),
         "top_k must be at most 2147483647; got top_k=4294967296": lambda: SamplingParams(top_k=2**32),
-        "priority must be at least -2147483648": lambda: SamplingParams(priority=-(2**40)),
+        "head_start must be at least -2147483648": lambda: SamplingParams(head_start=-(2**40)),
         "stop_token_ids must be at least 0; got stop_token_ids=-1": lambda: SamplingParams(stop_token_ids=(-1,)),
         "seed must be at most 4294967295": lambda: SamplingParams(seed=2**32),
         "top_p must be a number above 0 and at most 1; got top_p=1.5": lambda: SamplingParams(top_p=1.5),

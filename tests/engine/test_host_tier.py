@@ -214,7 +214,7 @@ def test_random_requests_in_a_tight_pool_get_their_own_tokens(engine):
             temperature=float(rng.integers(2)),
             seed=int(rng.integers(4)),
             prompt_logprobs=bool(rng.random() < 0.1),
-            priority=int(rng.integers(-3, 3)),
+            head_start=int(rng.integers(-3, 3)),
         )
         request = engine.add_request(prompt, params)
         wanted[request] = prompt, params

@@ -179,7 +179,7 @@ def requests(config, seed, count=14):
                 prompt_logprobs=i % 5 == 0,
                 top_logprobs=i % (1 + MOST_LIKELY) if config["top_logprobs"] else 0,
                 adapter=(None, 0, 1)[i % 3] if config["adapters"] else None,
-                priority=i % 2,
+                head_start=i % 2,
             )
         )
     return prompts, params

@@ -52,7 +52,13 @@ class SchedulerModel:
     # Requests come and go.
 
     def submit(
-        self, prompt: list[int], width: int, max_new_tokens: int, priority: int, stop_ids: list[int], adapter: int = -1
+        self,
+        prompt: list[int],
+        width: int,
+        max_new_tokens: int,
+        head_start: int,
+        stop_ids: list[int],
+        adapter: int = -1,
     ) -> tuple[int, Refusal]:
         limit = len(prompt) + max_new_tokens
         free = [i for i in range(self.max_requests) if i not in self.requests]
@@ -66,7 +72,7 @@ class SchedulerModel:
             return self.max_requests, Refusal.NEVER_FITS
         if not free:
             return self.max_requests, Refusal.QUEUE_FULL
-        key = self.key(self.next_arrival, priority)
+        key = self.key(self.next_arrival, head_start)
         self.requests[free[0]] = Request(list(prompt), limit, stop_ids, key, self.next_arrival, adapter)
         self.next_arrival += 1
         return free[0], Refusal.ACCEPTED
@@ -76,8 +82,8 @@ class SchedulerModel:
     def fits(self, limit: int) -> bool:
         return self.pool.num_blocks_for(limit - 1) <= min(self.pool.num_blocks - 1, self.pool.max_blocks)
 
-    def key(self, arrival: int, priority: int) -> int:
-        return arrival - priority
+    def key(self, arrival: int, head_start: int) -> int:
+        return arrival - head_start
 
     def finished(self) -> list[int]:
         return [i for i, request in self.requests.items() if not request.is_live]

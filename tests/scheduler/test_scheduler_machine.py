@@ -38,8 +38,10 @@ SHAPES = (((7, 4, 14, 6), (10, 2, 4, 6), 3), ((3, 2, 12, 3), (5, 4, 2, 3), 0))
 
 
 def submit(scheduler, allocator, *args):
-    *args, priorities, stop_ids, adapter = args
-    scheduler, *results = scheduler.submit(allocator, *args, priorities=priorities, stop_ids=stop_ids, adapter=adapter)
+    *args, head_starts, stop_ids, adapter = args
+    scheduler, *results = scheduler.submit(
+        allocator, *args, head_starts=head_starts, stop_ids=stop_ids, adapter=adapter
+    )
     return scheduler, allocator, *results
 
 
@@ -108,18 +110,20 @@ class Twins:
         if rng.random() < 0.3:  # what cannot be
             lengths += rng.integers(-2, 5, ROWS, np.int32)
             new_tokens += rng.integers(-4, 4, ROWS, np.int32) * (2**29 if rng.random() < 0.3 else 1)
-        priorities = rng.integers(-2, 6, ROWS, np.int32) * (rng.random(ROWS) < 0.4)
+        head_starts = rng.integers(-2, 6, ROWS, np.int32) * (rng.random(ROWS) < 0.4)
         stop_ids = np.where(rng.random((ROWS, NUM_STOP_IDS)) < 0.3, rng.integers(0, 5), -1).astype(np.int32)
         # Of other draws, so that the mixture is the same as without them.
         has_adapter = new_tokens % 4 == 3
         adapters = np.where(has_adapter, prompts[:, -1] % NUM_ADAPTERS, -1).astype(np.int32)
-        args = prompts, lengths, new_tokens, priorities.astype(np.int32), stop_ids, adapters
+        args = prompts, lengths, new_tokens, head_starts.astype(np.int32), stop_ids, adapters
         ids, refusals = self.run("submit", *args)
-        for row, (prompt, length, new, priority, stops, adapter) in enumerate(zip(*args, strict=True)):
+        for row, (prompt, length, new, head_start, stops, adapter) in enumerate(zip(*args, strict=True)):
             # A length beyond the row is refused before anything else can be seen of the prompt.
             tokens = prompt.tolist() + [0] * 9 if length > WIDTH else prompt.tolist()
             stops = [stop for stop in stops.tolist() if stop >= 0]
-            expected = self.model.submit(tokens[: max(length, 0)], WIDTH, int(new), int(priority), stops, int(adapter))
+            expected = self.model.submit(
+                tokens[: max(length, 0)], WIDTH, int(new), int(head_start), stops, int(adapter)
+            )
             assert (ids[row], refusals[row]) == expected
         self.change_seats()
 
@@ -446,8 +450,8 @@ class KeepsTheBlocksOfTheEnded(SchedulerModel):
         self.seats = [None if seat in seats else i for seat, i in enumerate(self.seats)]
 
 
-class IgnoresPriority(SchedulerModel):
-    def key(self, arrival, priority):
+class IgnoresHeadStarts(SchedulerModel):
+    def key(self, arrival, head_start):
         return arrival
 
 

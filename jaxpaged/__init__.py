@@ -34,7 +34,7 @@ from jaxpaged._latent_modules import LatentSettings
 from jaxpaged._lora import lora
 from jaxpaged._modules import AttentionSettings
 from jaxpaged._rotary_frequencies import rotary_attention_factor, rotary_frequencies
-from jaxpaged._scheduler.records import Refusal, RequestStatus
+from jaxpaged._scheduler.records import Refusal, Requests, RequestStatus, Sampling
 from jaxpaged._scheduler.scheduler import Scheduler
 from jaxpaged._version import __version__ as __version__
 
@@ -56,7 +56,9 @@ __all__ = [
     "Refusal",
     "RequestOutput",
     "RequestStatus",
+    "Requests",
     "Rollout",
+    "Sampling",
     "SamplingParams",
     "Scheduler",
     "Score",

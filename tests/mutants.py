@@ -348,9 +348,7 @@ MUTANTS = (
     Mutant(
         "scheduler: drafts behind a gap", PLANNING, "(jnp.cumsum(drafts < 0, axis=1) == 0)", "(drafts >= 0)", MIXTURE
     ),
-    Mutant(
-        "scheduler: drafts without rows", PLANNING, "is_wanted) <= num_rows)", "is_wanted) <= num_rows + 1)", MIXTURE
-    ),
+    Mutant("scheduler: drafts without rows", PLANNING, "order <= num_rows)", "order <= num_rows + 1)", MIXTURE),
     Mutant(
         "scheduler: drafts seat by seat",
         PLANNING,
@@ -411,7 +409,7 @@ MUTANTS = (
         MIXTURE,
     ),
     Mutant("scheduler: stop ids do nothing", PROGRESS, "(stop_ids >= 0)", "(stop_ids > 99)", MIXTURE),
-    Mutant("scheduler: a token too many", PROGRESS, "num_known >= planning", "num_known > planning", MIXTURE),
+    Mutant("scheduler: a token too many", PROGRESS, "num_known >= per_seat", "num_known > per_seat", MIXTURE),
     Mutant(
         "scheduler: the ended keep their blocks",
         PROGRESS,

@@ -32,7 +32,6 @@ from jaxpaged._engine.defaults import chosen_compiler_options
 from jaxpaged._engine.kinds import next_kind
 from jaxpaged._engine.slices import Setup, one_step
 from jaxpaged._engine.state import State
-from jaxpaged._scheduler import planning
 
 REPEATS = 3
 
@@ -43,7 +42,7 @@ def compile_host_step(name: str, engine: Engine, compiler_options: dict[str, Any
 
     def step(weights: Any, state: State) -> tuple[State, tuple[jax.Array, jax.Array]]:
         state = one_step(setup, weights, state, wants_logprobs=jnp.zeros((), bool), index=index)
-        scheduler = planning.admit_waiting(state.scheduler, state.allocator)
+        scheduler = state.scheduler.admit(state.allocator)
         kind = next_kind(scheduler, state.allocator, state.num_waited, engine._runner.kinds)
         return dataclasses.replace(state, scheduler=scheduler), (scheduler.has_work, kind)
 

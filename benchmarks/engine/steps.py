@@ -147,7 +147,7 @@ def scheduling_microseconds(engine: Engine, steps: Steps, chunk: int) -> float:
     @jax.jit
     def schedule(scheduler: Scheduler, allocator: BlockAllocator, num_steps: Any) -> Any:
         def body(_: Any, carry: Any) -> Any:
-            scheduler, allocator, step = carry[0].plan(carry[1], chunk_tokens=chunk)
+            scheduler, allocator, step = carry[0].admit(carry[1]).plan(carry[1], chunk_tokens=chunk)
             used = (step.tokens[step.last] + step.slots[step.last]) & 1  # all of the step is needed
             scheduler, allocator = scheduler.commit(allocator, step, used)
             return dataclasses.replace(scheduler, num_steps=jnp.zeros_like(scheduler.num_steps)), allocator

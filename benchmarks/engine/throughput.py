@@ -47,7 +47,7 @@ from benchmarks.engine.workload import (
 from benchmarks.harness import add_output, add_xla, open_store, read_bandwidth
 from benchmarks.models.decode_step import MOST_ERROR, cache_copies
 from benchmarks.models.llama_step import LlamaConfig
-from jaxpaged import BlockAllocator, Engine, SamplingParams, Scheduler
+from jaxpaged import BlockAllocator, Engine, Requests, SamplingParams, Scheduler
 from jaxpaged._engine.kinds import Kind
 from jaxpaged._engine.slices import apply_model, step_attention
 
@@ -63,10 +63,10 @@ def check(config: LlamaConfig) -> float:
     allocator = BlockAllocator.create(num_blocks=64, block_size=BLOCK_SIZE, num_seqs=8, max_blocks_per_seq=4)
     prompts = jax.random.randint(jax.random.key(0), (8, 32), 0, config.vocab_size)
     lengths = jnp.asarray([1, 2, 7, 16, 17, 31, 32, 20], jnp.int32)
-    scheduler, _, _ = scheduler.submit(allocator, prompts, lengths, jnp.full(8, 8, jnp.int32))
+    scheduler, _, _ = scheduler.submit(allocator, Requests(prompts, lengths, jnp.int32(8)))
     caches, worst = create_caches(config, 64), 0.0
     for chunk in (64, 64, 0):
-        scheduler, allocator, step = scheduler.plan(allocator, chunk_tokens=chunk)
+        scheduler, allocator, step = scheduler.admit(allocator).plan(allocator, chunk_tokens=chunk)
         attend = step_attention(allocator, step, Kind(8 + chunk, 8, is_mixed=chunk > 0), caches)
 
         def run(weights: Any, caches: Any, implementation: Any, step: Any = step, attend: Any = attend) -> Any:

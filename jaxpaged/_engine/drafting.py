@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._engine.options import EngineOptions
-from jaxpaged._scheduler import planning
+from jaxpaged._scheduler.arrays import per_seat, rows_of
 from jaxpaged._scheduler.records import Step
 from jaxpaged._scheduler.scheduler import Scheduler
 
@@ -91,7 +91,7 @@ class Drafting:
         self, scheduler: Scheduler, allocator: BlockAllocator, draft: Draft | None, row_cost: float
     ) -> Drafting:
         """With guesses for seats that decode, as far as they are worth a row. `row_cost`: of a step of no rows."""
-        num_known = planning.per_seat(scheduler, scheduler.num_known)
+        num_known = per_seat(scheduler, scheduler.num_known)
         needed = num_known - allocator.lengths
         drafting = dataclasses.replace(self, guesses=jnp.zeros_like(self.guesses))
         if draft is None:
@@ -105,7 +105,7 @@ class Drafting:
         tokens, num_drafts = known_tokens(scheduler), self.guesses.shape[1]
         guesses, num_equal = repeated(tokens, num_known, tokens, num_known, num_drafts)
         others = self.companions(scheduler.seated, num_known)
-        of_others = planning.rows_of((scheduler.tokens, scheduler.num_known), others)
+        of_others = rows_of((scheduler.tokens, scheduler.num_known), others)
         guesses_of_others, more_equal = repeated(tokens, num_known, *of_others, num_drafts)
         guesses = jnp.where((more_equal > num_equal)[:, None], guesses_of_others, guesses)
         # What followed 2, 3, 4 and 8 equal tokens is right in 53, 62, 84 and 96% of cases. [cpu/text_drafts.json]
@@ -126,7 +126,7 @@ class Drafting:
 
     def chances(self, scheduler: Scheduler) -> jax.Array:
         """How likely it is that each draft counts, float32 `[seats, drafts]`."""
-        hits, tries = planning.rows_of((self.hits, self.tries), scheduler.seated)
+        hits, tries = rows_of((self.hits, self.tries), scheduler.seated)
         chance = (hits + self.priors) / (tries + 1)
         return jnp.cumprod(jnp.broadcast_to(chance[:, None], self.guesses.shape), axis=1)
 
@@ -141,7 +141,7 @@ class Drafting:
         kept = jnp.where(num_new > 0, KEPT, 1.0)
 
         def count(of_requests: jax.Array, more: jax.Array) -> jax.Array:
-            of_seats = planning.rows_of(of_requests, step.request_ids)
+            of_seats = rows_of(of_requests, step.request_ids)
             return of_requests.at[step.request_ids].set(of_seats * kept + more.astype(jnp.float32), mode="drop")
 
         return dataclasses.replace(
@@ -169,7 +169,7 @@ class Drafting:
 
 def known_tokens(scheduler: Scheduler) -> jax.Array:
     """int32 `[seats, max_model_len]`, of the request in each seat; behind those that are known, any."""
-    return planning.per_seat(scheduler, scheduler.tokens)
+    return per_seat(scheduler, scheduler.tokens)
 
 
 def repeated(
@@ -205,7 +205,7 @@ def repeated(
 def drafted(draft: Draft, weights: Any, scheduler: Scheduler, drafting: Drafting) -> jax.Array:
     """A caller's drafts, where there are guesses."""
     guesses = drafting.guesses
-    known: list[jax.Array] = [known_tokens(scheduler), planning.per_seat(scheduler, scheduler.num_known)]
+    known: list[jax.Array] = [known_tokens(scheduler), per_seat(scheduler, scheduler.num_known)]
     if drafting.hidden is not None:
         is_own = (drafting.owners == scheduler.seated).reshape(-1, *[1] * (drafting.hidden.ndim - 1))
         known.append(jnp.where(is_own, drafting.hidden, jnp.zeros_like(drafting.hidden)))

@@ -1,6 +1,7 @@
 """The ladder: the kinds of steps that an engine compiles, and which of them the next step is."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
-from jaxpaged._scheduler import planning
+from jaxpaged._scheduler.arrays import per_seat
+from jaxpaged._scheduler.planning import have_rows
 from jaxpaged._scheduler.scheduler import Scheduler
 
 # Prompts wait until they fill the widest step, so that steps with chunks are few. They are computed sooner if fewer
@@ -45,6 +47,16 @@ class Kind:
     least_spared: int | None = None
     draws_all: bool = False
     cost: float = 1.0
+
+    @property
+    def chunk_tokens(self) -> int:
+        """For `Scheduler.plan`."""
+        return max(self.width - self.num_seats, 1) if self.is_mixed else 0
+
+    @property
+    def fewer_rows(self) -> int | None:
+        """The `width` for `Scheduler.plan`."""
+        return self.width if self.width < self.num_seats + self.chunk_tokens else None
 
     @property
     def is_narrow(self) -> bool:
@@ -119,7 +131,7 @@ def next_kind(
     with_chunks = (i for i, kind in enumerate(kinds) if kind.is_mixed and is_few(kind.width, widest))
     narrow = max(with_chunks, default=len(kinds) - 1)
     few = kinds[narrow].width
-    needed = planning.per_seat(scheduler, scheduler.num_known) - allocator.lengths
+    needed = per_seat(scheduler, scheduler.num_known) - allocator.lengths
     num_needing, num_decoding = ((needed >= 1).sum(dtype=jnp.int32), (needed == 1).sum(dtype=jnp.int32))
     num_pending = scheduler.num_pending(allocator)
 
@@ -151,8 +163,8 @@ def quickest(kinds: Sequence[Kind], num_needing: jax.Array, num_pending: jax.Arr
     """The kind that brings most tokens in its time, of those with a row for each seat that needs one."""
     widths = jnp.asarray([kind.width for kind in kinds], jnp.int32)
     num_left = widths - num_needing - num_pending
-    has_row = planning.draft_order(gains > 0)[None] <= num_left[:, None, None]
-    of_drafts = jnp.where(has_row, gains[None], 0.0).sum(axis=(1, 2))
+    is_counted = jax.vmap(functools.partial(have_rows, gains > 0))(num_left)
+    of_drafts = jnp.where(is_counted, gains[None], 0.0).sum(axis=(1, 2))
     of_drafts = jnp.where(jnp.asarray([kind.draws_all for kind in kinds]), of_drafts, 0.0)
     pace = (num_needing.astype(jnp.float32) + of_drafts) / jnp.asarray([kind.cost for kind in kinds], jnp.float32)
     return jnp.argmax(jnp.where(widths >= num_needing, pace, -1.0)).astype(jnp.int32)

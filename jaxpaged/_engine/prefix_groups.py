@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.shared_prefix import PrefixGroups
-from jaxpaged._scheduler import planning
+from jaxpaged._scheduler.arrays import first_marked, rows_of
 from jaxpaged._scheduler.records import Step
 
 
@@ -78,7 +78,7 @@ def sort_by_group(step: Step, groups: SeatGroups) -> tuple[Step, jax.Array, Pref
     starts = jnp.pad(jnp.cumsum(counts, dtype=jnp.int32), (1, 0))
     rows = jnp.arange(width, dtype=jnp.int32)
     owner = jnp.searchsorted(starts[1:], rows, side="right", method="compare_all")
-    order = rows + planning.rows_of(step.query_starts[seats] - starts[:-1], owner)
+    order = rows + rows_of(step.query_starts[seats] - starts[:-1], owner)
     by_row = {name: getattr(step, name)[order] for name in ("tokens", "positions", "seats", "slots")}
     last = jnp.zeros_like(step.last).at[seats].set(jnp.clip(starts[1:] - 1, 0), unique_indices=True)
     step = dataclasses.replace(step, **by_row, query_starts=starts, last=last)
@@ -86,7 +86,7 @@ def sort_by_group(step: Step, groups: SeatGroups) -> tuple[Step, jax.Array, Pref
     # 2. A group begins with its leader, and ends with the next group or the last member of any.
     leaders, num_blocks = groups.leaders[seats], groups.num_blocks[seats]
     num_members = (leaders < num_seats).sum(dtype=jnp.int32)
-    first = planning.first_marked(every, leaders == seats, size=max(1, num_seats // 2), fill_value=num_seats)
+    first = first_marked(every, leaders == seats, size=max(1, num_seats // 2), fill_value=num_seats)
     first = jnp.minimum(first, num_members)
     group_starts = starts[jnp.append(first, num_members)]
 

@@ -110,7 +110,7 @@ def compile_program(
     function: Any = functools.partial(run_packed, setup, no_news)
     if mesh is not None:
         function = on_each_device(mesh, function, weights, state)
-    rows = no_news.prompt_lengths
+    rows = no_news.requests.prompt_lengths
     _, report_types = jax.eval_shape(functools.partial(tell, setup), state, rows, rows)
     # Bound to a device only if the caches are: else it would bind all that the slice returns.
     device = whole_beside(state.caches, mesh) if caches_in(state.caches)[0].k.committed else None

@@ -15,8 +15,9 @@ from jaxpaged._engine.options import ResolvedOptions
 from jaxpaged._engine.records import Completion, RequestOutput, SamplingParams, Score
 from jaxpaged._engine.sampling import Likely
 from jaxpaged._engine.state import Inbox, Report
-from jaxpaged._scheduler.records import RequestStatus, Sampling
+from jaxpaged._scheduler.records import Requests, RequestStatus, Sampling
 
+ZERO: Any = np.int32(0)
 MOST_ARRIVALS = 64  # requests that a slice takes; more are fed by slices of no steps
 FINISH_REASONS = {RequestStatus.STOPPED: "stop", RequestStatus.EXHAUSTED: "length", RequestStatus.ABORTED: "abort"}
 
@@ -200,37 +201,38 @@ def make_inbox(
     forgets: np.ndarray,
 ) -> Inbox:
     """An inbox whose shapes and dtypes are the same whatever is in it."""
-    params, num_rows = [row.params for row in rows], min(MOST_ARRIVALS, options.max_requests)
+    num_rows, max_length = min(MOST_ARRIVALS, options.max_requests), options.max_model_len
 
-    def column(values: Sequence[float], dtype: type) -> Any:
-        return np.asarray([*values, *[0] * (num_rows - len(rows))], dtype)
+    def column(values: Sequence[float | None], default: Any = ZERO) -> Any:
+        given = [default if value is None else value for value in values]
+        return np.asarray(given + [default] * (num_rows - len(rows)), default.dtype)
 
+    params = [vars(row.params) | {"seed": row.seed} for row in rows]
+    sampling = {name: column([p[name] for p in params], default) for name, default in vars(Sampling()).items()}
     inbox = Inbox(
-        prompts=np.zeros((num_rows, options.max_model_len), np.int32),
-        prompt_lengths=column([len(row.prompt) for row in rows], np.int32),
-        max_new_tokens=column([p.max_tokens for p in params], np.int32),
-        head_starts=column([p.head_start for p in params], np.int32),
-        stop_ids=np.full((num_rows, options.num_stop_ids), -1, np.int32),
-        sampling=Sampling(
-            temperature=column([p.temperature for p in params], np.float32),
-            top_k=column([p.top_k for p in params], np.int32),
-            top_p=column([p.top_p for p in params], np.float32),
-            seed=column([row.seed for row in rows], np.uint32),
-            adapter=column([-1 if p.adapter is None else p.adapter for p in params], np.int32),
+        requests=Requests(
+            prompts=np.zeros((num_rows, max_length), np.int32),
+            prompt_lengths=column([len(row.prompt) for row in rows]),
+            max_new_tokens=column([row.params.max_tokens for row in rows]),
+            head_starts=column([row.params.head_start for row in rows]),
+            stop_ids=np.full((num_rows, options.num_stop_ids), -1, np.int32),
+            sampling=Sampling(**sampling),
+            findable=column([row.span[0] - 1 if row.span[1] else max_length for row in rows]),
         ),
-        families=column([row.request_id % 2**31 for row in rows], np.int32),
+        families=column([row.request_id % 2**31 for row in rows]),
         spans=np.zeros((num_rows, 2), np.int32),
         aborts=np.zeros(options.max_requests, np.bool_),
         forgets=forgets,
         wants_logprobs=np.asarray(wants_logprobs),
         num_steps=np.asarray(num_steps, np.int32),
     )
+    prompts, stop_ids = inbox.requests.prompts, inbox.requests.stop_ids
     for i, row in enumerate(rows):
-        inbox.prompts[i, : len(row.prompt)] = row.prompt
+        prompts[i, : len(row.prompt)] = row.prompt
         if row.given is not None:
-            inbox.prompts[i, len(row.prompt)] = row.given
+            prompts[i, len(row.prompt)] = row.given
         inbox.spans[i] = row.span
-        inbox.stop_ids[i, : len(row.params.stop_token_ids)] = row.params.stop_token_ids
+        stop_ids[i, : len(row.params.stop_token_ids)] = row.params.stop_token_ids
     inbox.aborts[list(aborts)] = True
     return inbox
 

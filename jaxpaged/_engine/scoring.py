@@ -20,7 +20,7 @@ from jax import lax
 from jaxpaged._engine.kinds import Kind
 from jaxpaged._engine.sampling import Likely, sample, score
 from jaxpaged._engine.step_attention import StepAttention
-from jaxpaged._scheduler import planning
+from jaxpaged._scheduler.arrays import first_marked, rows_of
 from jaxpaged._scheduler.records import Step
 from jaxpaged._scheduler.scheduler import Scheduler
 
@@ -157,10 +157,10 @@ class Rows:
 
     @classmethod
     def of(cls, step: Step, kind: Kind, scheduler: Scheduler, spans: jax.Array) -> Rows:
-        request_ids = planning.rows_of(step.request_ids, step.seats)
+        request_ids = rows_of(step.request_ids, step.seats)
         request_ids = jnp.where(step.seats < kind.num_seats, request_ids, scheduler.max_requests)
         positions = step.positions + 1
-        begin, end = planning.rows_of(spans, request_ids).T
+        begin, end = rows_of(spans, request_ids).T
         is_scored = (begin <= positions) & (positions < end)
         known = scheduler.tokens.at[request_ids, positions].get(mode="fill", fill_value=0)
         given = jnp.where(is_scored, known, -1)
@@ -196,7 +196,7 @@ def _of_each_row(
     head: Head, step: Step, kind: Kind, rows: Rows, draw: Callable[..., Drawn], *, num_drafts: int
 ) -> tuple[jax.Array, jax.Array, Likely | None, Scores]:
     """Where each row is sampled or scored."""
-    sampling = planning.rows_of(step.sampling, step.seats) if kind.is_by_row else step.sampling
+    sampling = rows_of(step.sampling, step.seats) if kind.is_by_row else step.sampling
     drawn, logprobs, likely = draw(head(step.last), sampling, rows.positions, given=rows.given)
     scores = Scores(rows.request_ids, rows.positions, logprobs, drawn == rows.given, likely)
     of_rows = jnp.where(rows.is_scored, rows.given, drawn), logprobs, likely
@@ -226,7 +226,7 @@ def _of_groups(
 ) -> tuple[jax.Array, jax.Array, Likely | None, Scores]:
     """Where few rows are: a group of those that are sampled, and groups of those that are scored."""
     size, every = group_size(kind), jnp.arange(kind.width, dtype=jnp.int32)
-    scored = planning.first_marked(every, rows.is_scored, size=num_scored(kind), fill_value=kind.width)
+    scored = first_marked(every, rows.is_scored, size=num_scored(kind), fill_value=kind.width)
     last, of_last = jax.tree.map(lambda x: jnp.pad(x, (0, size - len(x))), (step.last, step.sampling))
 
     def draw_group(group: jax.Array) -> Drawn:
@@ -247,7 +247,7 @@ def _of_groups(
         unroll=MOST_GROUPS,
     )
     best, *of_scored = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of_groups)
-    request_ids, positions, given = planning.rows_of((rows.request_ids, rows.positions, rows.given), scored)
+    request_ids, positions, given = rows_of((rows.request_ids, rows.positions, rows.given), scored)
     request_ids = jnp.where(scored < kind.width, request_ids, nobody)
     scores = Scores(request_ids, positions, of_scored[0], best == given, of_scored[1])
 

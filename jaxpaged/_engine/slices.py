@@ -22,8 +22,8 @@ from jaxpaged._engine.pytrees import difference, in_same_containers
 from jaxpaged._engine.scoring import Told, score_and_sample, with_head
 from jaxpaged._engine.state import Inbox, Report, State
 from jaxpaged._engine.step_attention import StepAttention
-from jaxpaged._scheduler import planning
-from jaxpaged._scheduler.records import RequestStatus, Sampling, Step
+from jaxpaged._scheduler.arrays import rows_of
+from jaxpaged._scheduler.records import RequestStatus, Step
 from jaxpaged._scheduler.scheduler import Scheduler
 
 Apply = Callable[[Any, jax.Array, jax.Array, Any, StepAttention], tuple[Any, ...]]
@@ -57,16 +57,7 @@ def run_slice(setup: Setup, weights: Any, state: State, inbox: Inbox) -> tuple[S
     prefixes = scheduler.prefixes
     if prefixes is not None:
         scheduler = scheduler.forget_prefixes(inbox.forgets)
-    scheduler, request_ids, refusals = scheduler.submit(
-        allocator,
-        inbox.prompts,
-        inbox.prompt_lengths,
-        inbox.max_new_tokens,
-        head_starts=inbox.head_starts,
-        stop_ids=inbox.stop_ids,
-        findable=jnp.where(inbox.spans[:, 1] > 0, inbox.spans[:, 0] - 1, inbox.prompts.shape[1]),
-        **{field.name: getattr(inbox.sampling, field.name) for field in dataclasses.fields(Sampling)},
-    )
+    scheduler, request_ids, refusals = scheduler.submit(allocator, inbox.requests)
     spans = state.spans.at[request_ids].set(inbox.spans, mode="drop")
     drafting = None if state.drafting is None else state.drafting.begun(request_ids, jnp.asarray(inbox.families))
     state = dataclasses.replace(state, scheduler=scheduler, allocator=allocator, spans=spans, drafting=drafting)
@@ -84,8 +75,7 @@ def run_slice(setup: Setup, weights: Any, state: State, inbox: Inbox) -> tuple[S
     def one_event(state: State) -> State:
         """Changes seats and gives out free ones, and takes a step of the kind that is due, if any."""
         state = settled(state, is_open)
-        admitted = planning.admit_waiting(state.scheduler, state.allocator, is_open=is_open)
-        state = dataclasses.replace(state, scheduler=admitted)
+        state = dataclasses.replace(state, scheduler=state.scheduler.admit(state.allocator, is_open=is_open))
         num_spared, gains = 0 if state.seat_groups is None else state.seat_groups.num_spared, None
         if state.drafting is not None:
             drafting = state.drafting.guessed(state.scheduler, state.allocator, setup.draft, setup.row_cost)
@@ -178,8 +168,8 @@ def one_step(setup: Setup, weights: Any, state: State, *, wants_logprobs: jax.Ar
         if setup.draft is not None:
             drafts = drafted(setup.draft, weights, state.scheduler, drafting)
             is_silent = (drafting.guesses[:, 0] >= 0) & (drafts[:, 0] < 0)
-    scheduler, allocator, step = planning.plan(
-        state.scheduler, state.allocator, kind.width, is_mixed=kind.is_mixed, drafts=drafts
+    scheduler, allocator, step = state.scheduler.plan(
+        state.allocator, chunk_tokens=kind.chunk_tokens, width=kind.fewer_rows, drafts=drafts
     )
     seats, groups, num_spared = step.seats if kind.is_narrow else None, None, jnp.zeros((), jnp.int32)
     if kind.least_spared is not None:
@@ -201,7 +191,7 @@ def one_step(setup: Setup, weights: Any, state: State, *, wants_logprobs: jax.Ar
     index_of_step = scheduler.num_steps
     scheduler, allocator = scheduler.commit(allocator, step, tokens)
     if drafting is not None:
-        before, after = (planning.rows_of(s.num_known, step.request_ids) for s in (state.scheduler, scheduler))
+        before, after = (rows_of(s.num_known, step.request_ids) for s in (state.scheduler, scheduler))
         drafting = drafting.learnt(step, after - before, is_silent)
         drafting = drafting.with_hidden(hidden, step, after - before, is_mixed=kind.is_mixed)
 

@@ -19,7 +19,7 @@ from jaxpaged._engine.packing import num_words
 from jaxpaged._engine.prefix_groups import SeatGroups
 from jaxpaged._engine.sampling import Likely
 from jaxpaged._engine.scoring import Scores, Told
-from jaxpaged._scheduler.records import Outbox, Sampling
+from jaxpaged._scheduler.records import Outbox, Requests
 from jaxpaged._scheduler.scheduler import Scheduler
 
 
@@ -84,12 +84,7 @@ class State:
 class Inbox:
     """What the host sends in with a slice. A row without a request has a prompt length of 0."""
 
-    prompts: Any  # int32 [rows, max_model_len]
-    prompt_lengths: Any  # int32 [rows]
-    max_new_tokens: Any  # int32 [rows]
-    head_starts: Any  # int32 [rows]
-    stop_ids: Any  # int32 [rows, stop_ids]
-    sampling: Sampling  # of each row
+    requests: Requests  # prompts [rows, max_model_len], stop_ids [rows, stop_ids], and each other field [rows]
     families: Any  # int32 [rows], the same for completions of one request
     spans: Any  # int32 [rows, 2], of the tokens to score; a prompt row then holds them too, behind the prompt
     aborts: Any  # bool [requests]

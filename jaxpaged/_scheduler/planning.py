@@ -1,7 +1,6 @@
 """The policy: which requests get seats and tokens of a step, which is preempted, and the step as packed tokens."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._put import put
+from jaxpaged._scheduler.arrays import first_marked, per_seat, rows_of
 from jaxpaged._scheduler.records import RequestStatus, Step
 from jaxpaged._scheduler.state import SchedulerState
 
@@ -46,17 +46,6 @@ def plan[S: SchedulerState](
     return scheduler, allocator, pack(scheduler, allocator, given, taken, num_drafts, is_sampled, is_victim, width)
 
 
-def per_seat(scheduler: SchedulerState, values: jax.Array) -> jax.Array:
-    """Values of requests, `[requests, ...]`, for the request in each seat; 0 for a free seat."""
-    return rows_of(values, scheduler.seated)
-
-
-def rows_of[T](of_each: T, indices: jax.Array) -> T:
-    """Rows of arrays `[rows, ...]`, 0 where an index is past the end. None is negative."""
-    how: Any = dict(mode="fill", fill_value=0, wrap_negative_indices=False)
-    return jax.tree.map(lambda values: values.at[indices].get(**how), of_each)
-
-
 def seat_ranks(scheduler: SchedulerState) -> jax.Array:
     """The rank of the request in each seat, int32 `[seats]`; free seats come last."""
     return scheduler.ranks.at[scheduler.seated].get(mode="fill", fill_value=scheduler.max_requests)
@@ -70,11 +59,9 @@ def with_due[S: SchedulerState](scheduler: S, is_due: jax.Array | bool) -> S:
     return dataclasses.replace(scheduler, prefixes=prefixes)
 
 
-def admit_waiting[S: SchedulerState](scheduler: S, allocator: BlockAllocator, *, is_open: ArrayLike = True) -> S:
-    """Gives free seats to waiting requests, unless there is a prefix cache: then only `change_seats` does."""
-    if scheduler.prefixes is not None:
-        return scheduler
-    return admit(scheduler, allocator, jnp.where(is_open, first_waiting(scheduler), scheduler.max_requests))[0]
+def admit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, is_open: ArrayLike) -> S:
+    candidates = jnp.where(is_open, first_waiting(scheduler), scheduler.max_requests)
+    return give_seats(scheduler, allocator, candidates)[0]
 
 
 def first_waiting(scheduler: SchedulerState) -> jax.Array:
@@ -83,13 +70,7 @@ def first_waiting(scheduler: SchedulerState) -> jax.Array:
     return first_marked(scheduler.order, is_waiting, size=scheduler.num_seats, fill_value=scheduler.max_requests)
 
 
-def first_marked(values: jax.Array, is_marked: jax.Array, *, size: int, fill_value: int) -> jax.Array:
-    """The first `size` values that are marked, in their order, int32 `[size]`; `fill_value` behind the last of them."""
-    turn = jnp.cumsum(is_marked, dtype=jnp.int32) - 1
-    return put(jnp.full(size, fill_value, jnp.int32), turn, is_marked & (turn < size), values)
-
-
-def admit[S: SchedulerState](
+def give_seats[S: SchedulerState](
     scheduler: S, allocator: BlockAllocator, candidates: jax.Array, num_begun: ArrayLike = 0, num_woken: ArrayLike = 0
 ) -> tuple[S, jax.Array]:
     """Gives seats to candidates, in their order, while seats and blocks suffice.
@@ -176,7 +157,7 @@ def granted_drafts(
     # The token sampled behind the last draft is within the limit.
     room = per_seat(scheduler, scheduler.limits) - per_seat(scheduler, scheduler.num_known) - 1
     is_wanted = is_sampled[:, None] & (turn <= room[:, None]) & (jnp.cumsum(drafts < 0, axis=1) == 0)
-    num_drafts = (is_wanted & (draft_order(is_wanted) <= num_rows)).sum(axis=1, dtype=jnp.int32)
+    num_drafts = have_rows(is_wanted, num_rows).sum(axis=1, dtype=jnp.int32)
 
     known = allocator.lengths + given
     held, needed, in_all = (allocator.num_blocks_for(n) for n in (allocator.lengths, known, known + num_drafts))
@@ -184,9 +165,18 @@ def granted_drafts(
     return jnp.where(fits, num_drafts, jnp.minimum(num_drafts, needed * allocator.block_size - known))
 
 
-def draft_order(is_wanted: jax.Array) -> jax.Array:
-    """The free row that each wanted draft takes, from 1, int32 `[seats, drafts]`: the first of all seats come first."""
-    return jnp.cumsum(is_wanted.T.reshape(-1), dtype=jnp.int32).reshape(is_wanted.shape[::-1]).T
+def have_rows(is_wanted: jax.Array, num_rows: jax.Array) -> jax.Array:
+    """Which wanted drafts get one of the rows that are left: the first of all seats, then the second.
+
+    Args:
+        is_wanted: bool `[seats, drafts]`.
+        num_rows: int32 `[]`.
+
+    Returns:
+        bool `[seats, drafts]`.
+    """
+    order = jnp.cumsum(is_wanted.T.reshape(-1), dtype=jnp.int32).reshape(is_wanted.shape[::-1]).T
+    return is_wanted & (order <= num_rows)
 
 
 def with_drafts[S: SchedulerState](scheduler: S, drafts: jax.Array, num_drafts: jax.Array) -> S:

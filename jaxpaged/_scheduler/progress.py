@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._put import put
 from jaxpaged._scheduler import planning, seats
+from jaxpaged._scheduler.arrays import per_seat
 from jaxpaged._scheduler.records import Outbox, RequestStatus, Step
 from jaxpaged._scheduler.state import SchedulerState
 
@@ -20,7 +21,7 @@ def commit[S: SchedulerState](
     is_sampled = step.is_sampled & is_here
     tokens = tokens.reshape(scheduler.num_seats, -1)
     tokens = jnp.pad(tokens, ((0, 0), (0, most - tokens.shape[1])))
-    num_known = planning.per_seat(scheduler, scheduler.num_known)
+    num_known = per_seat(scheduler, scheduler.num_known)
     columns = num_known[:, None] + jnp.arange(most, dtype=jnp.int32)[None]
 
     # 1. Which of them count.
@@ -45,7 +46,7 @@ def commit[S: SchedulerState](
 
     # 3. Which requests end, and which have to wait again.
     is_stopped = (is_new & is_stop).any(axis=1)
-    is_exhausted = is_sampled & ~is_stopped & (num_known >= planning.per_seat(scheduler, scheduler.limits))
+    is_exhausted = is_sampled & ~is_stopped & (num_known >= per_seat(scheduler, scheduler.limits))
     is_preempted = step.is_victim & is_here & ~is_stopped & ~is_exhausted
     leaves = is_stopped | is_exhausted | is_preempted
     becomes = jnp.where(is_exhausted, RequestStatus.EXHAUSTED, RequestStatus.WAITING).astype(jnp.int32)
@@ -88,7 +89,7 @@ def which_count(
     Returns:
         is_new, is_stop: bool `[seats, drafts + 1]`.
     """
-    stop_ids = planning.per_seat(scheduler, scheduler.stop_ids)[:, None]
+    stop_ids = per_seat(scheduler, scheduler.stop_ids)[:, None]
     is_stop = ((stop_ids == tokens[..., None]) & (stop_ids >= 0)).any(axis=2)
     is_new = is_sampled[:, None]
     if tokens.shape[1] > 1:
@@ -101,7 +102,7 @@ def which_count(
 
 def abort[S: SchedulerState](scheduler: S, allocator: BlockAllocator, marked: jax.Array) -> tuple[S, BlockAllocator]:
     marked &= scheduler.is_live
-    leaves = planning.per_seat(scheduler, marked)
+    leaves = per_seat(scheduler, marked)
     aborted = dataclasses.replace(
         planning.with_due(scheduler, marked.any()),
         statuses=jnp.where(marked, RequestStatus.ABORTED, scheduler.statuses),

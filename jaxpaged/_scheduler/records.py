@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxpaged._public_state import public_state
 
 MOST_ADAPTERS = 65_536  # the host sends a flag for each with every slice
+
+# Defaults of fields: scalars for all rows, with the dtype of the field.
+GREEDY: Any = np.float32(0)
+ALL_TOKENS: Any = np.int32(0)
+ALL_PROBABILITY: Any = np.float32(1)
+FIRST_SEED: Any = np.uint32(0)
+NO_ADAPTER: Any = np.int32(-1)
+NO_HEAD_START: Any = np.int32(0)
+WHOLE_PROMPT: Any = np.int32(2**31 - 1)
 
 
 class RequestStatus(enum.IntEnum):
@@ -41,22 +53,57 @@ class Refusal(enum.IntEnum):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How to compute and sample the tokens of each request or seat. Of this the scheduler reads only `adapter`.
+    """How to compute and sample the tokens of each request or seat. The scheduler reads only `adapter`.
 
     Attributes:
-        temperature: float32; 0: greedy.
-        top_k: int32; 0 or -1: all tokens.
-        top_p: float32, a part of the probability that top_k keeps; 1: all of it.
-        seed: uint32. Sample with `jax.random.fold_in(jax.random.key(seed), length)`, where length is the request's.
-            Its tokens then depend neither on its seat, nor on other requests, nor on preemption.
-        adapter: int32, which adapter of the model it takes; -1: none. Requests with different ones share no blocks.
+        temperature: float32; 0: greedy. Default: 0.
+        top_k: int32; 0 or -1: all tokens. Default: 0.
+        top_p: float32, a part of the probability that top_k keeps; 1: all of it. Default: 1.
+        seed: uint32. Default: 0. Sample with `jax.random.fold_in(jax.random.key(seed), length)`, where length is the
+            request's. Its tokens then depend neither on its seat, nor on other requests, nor on preemption.
+        adapter: int32, which adapter of the model it uses; -1: none. Requests with different ones share no blocks.
+            Default: -1.
     """
 
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    seed: jax.Array
-    adapter: jax.Array
+    temperature: jax.Array = GREEDY
+    top_k: jax.Array = ALL_TOKENS
+    top_p: jax.Array = ALL_PROBABILITY
+    seed: jax.Array = FIRST_SEED
+    adapter: jax.Array = NO_ADAPTER
+
+    @classmethod
+    def create(cls, num_rows: int) -> Sampling:
+        """The defaults in each row."""
+        return jax.tree.map(lambda default: jnp.full(num_rows, default, default.dtype), cls())
+
+
+@public_state
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Requests:
+    """A batch of requests for `Scheduler.submit`, one a row. Where the shape is `[rows]`, a scalar counts for each row.
+
+    Attributes:
+        prompts: int32 `[rows, width]`, each prompt at the start of its row.
+        prompt_lengths: int32 `[rows]`; 0: no request.
+        max_new_tokens: int32 `[rows]`, at least 1.
+        head_starts: int32 `[rows]`, a request ranks as if it had come so many requests earlier, behind the one that
+            did; if negative, later. At most 2^29. Default: 0.
+        stop_ids: int32 `[rows, n]`, tokens that end a request, n at most `num_stop_ids`; -1: none. Default: none.
+        sampling: each field `[rows]`. Default: that of each field.
+        findable: int32 `[rows]`, how many of a request's first tokens may come from the prefix cache; the others are
+            computed, for instance because their logits are wanted. Default: all.
+
+    Example: see `Scheduler.create`.
+    """
+
+    prompts: Any
+    prompt_lengths: Any
+    max_new_tokens: Any
+    head_starts: Any = NO_HEAD_START
+    stop_ids: Any = None
+    sampling: Sampling = Sampling()
+    findable: Any = WHOLE_PROMPT
 
 
 @public_state

@@ -13,7 +13,8 @@ from jaxpaged._allocator.prefix_cache import PrefixCache
 from jaxpaged._integers import as_int32, checked_size
 from jaxpaged._public_state import public_state
 from jaxpaged._scheduler import inspection, planning, progress, seats, submission
-from jaxpaged._scheduler.records import MOST_ADAPTERS, Outbox, RequestStatus, Sampling, Step
+from jaxpaged._scheduler.arrays import per_seat
+from jaxpaged._scheduler.records import MOST_ADAPTERS, Outbox, Requests, RequestStatus, Sampling, Step
 from jaxpaged._scheduler.state import Prefixes, SchedulerState
 
 
@@ -92,16 +93,18 @@ class Scheduler(SchedulerState):
             >>> scheduler = jaxpaged.Scheduler.create(max_requests=4, num_seats=2, max_length=16)
             >>> def one_step(state):
             ...     scheduler, allocator = state
+            ...     scheduler = scheduler.admit(allocator)
             ...     scheduler, allocator, step = scheduler.plan(allocator, chunk_tokens=1)
             ...     sampled = step.tokens[step.last] + 1  # the model
             ...     return scheduler.commit(allocator, step, sampled)
             >>> @jax.jit
-            ... def serve(scheduler, allocator, prompts, lengths, new_tokens):
-            ...     scheduler, ids, refusals = scheduler.submit(allocator, prompts, lengths, new_tokens)
+            ... def serve(scheduler, allocator, requests):
+            ...     scheduler, ids, refusals = scheduler.submit(allocator, requests)
             ...     state = jax.lax.while_loop(lambda state: state[0].has_work, one_step, (scheduler, allocator))
             ...     return state[0].drain()
-            >>> prompts = jnp.array([[11, 12, 13, 14], [21, 22, 0, 0]])
-            >>> scheduler, outbox = serve(scheduler, allocator, prompts, jnp.array([4, 2]), jnp.array([2, 1]))
+            >>> prompts, lengths = jnp.array([[11, 12, 13, 14], [21, 22, 0, 0]]), jnp.array([4, 2])
+            >>> requests = jaxpaged.Requests(prompts, lengths, max_new_tokens=jnp.array([2, 1]))
+            >>> scheduler, outbox = serve(scheduler, allocator, requests)
             >>> outbox.request_ids[:3].tolist(), outbox.tokens[:3].tolist()  # 4: nothing was sampled
             ([[4, 4], [0, 1], [0, 4]], [[-1, -1], [15, 23], [16, -1]])
             >>> [jaxpaged.RequestStatus(status).name for status in outbox.finished[:2].tolist()]
@@ -131,13 +134,7 @@ class Scheduler(SchedulerState):
             num_known=full(max_requests),
             limits=full(max_requests),
             stop_ids=full(max_requests, num_stop_ids, value=-1),
-            sampling=Sampling(
-                temperature=jnp.zeros(max_requests, jnp.float32),
-                top_k=full(max_requests),
-                top_p=jnp.ones(max_requests, jnp.float32),
-                seed=jnp.zeros(max_requests, jnp.uint32),
-                adapter=full(max_requests, value=-1),
-            ),
+            sampling=Sampling.create(max_requests),
             statuses=full(max_requests, value=int(RequestStatus.FREE)),
             arrivals=full(max_requests),
             keys=full(max_requests),
@@ -157,42 +154,15 @@ class Scheduler(SchedulerState):
 
     def num_pending(self, allocator: BlockAllocator) -> jax.Array:
         """The tokens of seated requests that await a chunk, beyond one a seat, int32 `[]`."""
-        needed = planning.per_seat(self, self.num_known) - allocator.lengths
+        needed = per_seat(self, self.num_known) - allocator.lengths
         return jnp.maximum(needed - 1, 0).sum(dtype=jnp.int32)
 
-    def submit(
-        self,
-        allocator: BlockAllocator,
-        prompts: ArrayLike,
-        prompt_lengths: ArrayLike,
-        max_new_tokens: ArrayLike,
-        *,
-        head_starts: ArrayLike | None = None,
-        stop_ids: ArrayLike | None = None,
-        temperature: ArrayLike | None = None,
-        top_k: ArrayLike | None = None,
-        top_p: ArrayLike | None = None,
-        seed: ArrayLike | None = None,
-        adapter: ArrayLike | None = None,
-        findable: ArrayLike | None = None,
-    ) -> tuple[Scheduler, jax.Array, jax.Array]:
+    def submit(self, allocator: BlockAllocator, requests: Requests) -> tuple[Scheduler, jax.Array, jax.Array]:
         """Adds requests, in the order of the rows. Refuses only what can never be served.
 
         Args:
             allocator: only its sizes are read.
-            prompts: int32 `[rows, width]`, each prompt at the start of its row.
-            prompt_lengths: int32 `[rows]`; 0: no request.
-            max_new_tokens: int32 `[rows]`, at least 1.
-            head_starts: int32 `[rows]`: a request ranks as if it had been submitted this many requests earlier, right
-                after the one that was; if negative, later. At most 2^29. None: 0.
-            stop_ids: int32 `[rows, n]`, tokens that end a request, n at most `num_stop_ids`; -1: none.
-            temperature: float32 `[rows]`. None: 0.
-            top_k: int32 `[rows]`. None: 0.
-            top_p: float32 `[rows]`. None: 1.
-            seed: uint32 `[rows]`. None: 0.
-            adapter: int32 `[rows]`, below `num_adapters`; -1: none. None: -1.
-            findable: int32 `[rows]`, how many of a request's first tokens may come from the prefix cache; the others
-                are computed, for instance because their logits are wanted. None: `max_length`.
+            requests: the new requests.
 
         Returns:
             scheduler: the new one.
@@ -201,24 +171,13 @@ class Scheduler(SchedulerState):
             refusals: int32 `[rows]`, a `Refusal` each; 0 if accepted.
 
         Raises:
-            ValueError: shapes or dtypes that do not fit, or an allocator with another number of rows.
+            ValueError: `requests` is no `Requests`, shapes or dtypes that do not fit, or an allocator with another
+                number of rows.
+
+        Example: see `create`.
         """
         self._check(allocator)
-        requests = submission.validate(
-            self,
-            prompts,
-            prompt_lengths,
-            max_new_tokens,
-            head_starts,
-            stop_ids,
-            temperature,
-            top_k,
-            top_p,
-            seed,
-            adapter,
-            findable,
-        )
-        return submission.submit(self, allocator, requests)
+        return submission.submit(self, allocator, submission.checked(self, requests))
 
     def abort(self, allocator: BlockAllocator, requests: ArrayLike) -> tuple[Scheduler, BlockAllocator]:
         """Ends the marked requests and frees their blocks. Requests that neither wait nor run stay as they are.
@@ -235,6 +194,26 @@ class Scheduler(SchedulerState):
             raise ValueError(f"requests must be bool [{self.max_requests}]; got {marked.dtype} {list(marked.shape)}.")
         return progress.abort(self, allocator, marked)
 
+    def admit(self, allocator: BlockAllocator, *, is_open: ArrayLike = True) -> Scheduler:
+        """Gives free seats to waiting requests. Call it before each `plan`.
+
+        They enter in order of rank, without overtaking, while the free blocks suffice for all known tokens, theirs and
+        the seated requests', and a spare block each. After a plan that refused blocks to a seat, none is admitted.
+
+        With a prefix cache it changes nothing, because `change_seats` admits.
+
+        Args:
+            allocator: only what it holds is read.
+            is_open: bool `[]`; False admits none.
+
+        Raises:
+            ValueError: an allocator with another number of rows.
+
+        Example: see `create`.
+        """
+        self._check(allocator)
+        return self if self.prefixes is not None else planning.admit(self, allocator, is_open)
+
     def plan(
         self,
         allocator: BlockAllocator,
@@ -245,17 +224,15 @@ class Scheduler(SchedulerState):
     ) -> tuple[Scheduler, BlockAllocator, Step]:
         """Decides what the next step computes, and makes room for it.
 
-        1. Waiting requests take free seats in order of rank, without overtaking, while the free blocks suffice for
-           all known tokens, theirs and the seated requests', and a spare block each. After a plan that refused blocks
-           to a seat, nobody is admitted. (With a prefix cache, `change_seats` admits them.)
-        2. Each seat with tokens to compute gets one. With chunks, the remaining rows of the step go to the seats that
+        1. Each seat with tokens to compute gets one. With chunks, the remaining rows of the step go to the seats that
            have more, in order of rank.
-        3. Blocks are granted in order of rank. A seat that finds too few gets nothing in this step. The request last in
+        2. Blocks are granted in order of rank. A seat that finds too few gets nothing in this step. The request last in
            rank that holds blocks, but never the first in rank, is then the victim: `commit` preempts it.
-        4. Rows that are left go to the drafts of seats whose known tokens are all computed: to the first of each seat,
+        3. Rows that are left go to the drafts of seats whose known tokens are all computed: to the first of each seat,
            then to the second, and so on. They never cost another request its blocks.
 
-        Call `commit` after each plan: planned tokens count as computed. When the outbox is full, steps are empty until
+        Only requests with a seat get tokens: call `admit` or `change_seats` before. Call `commit` after each plan,
+        because planned tokens count as computed. When the outbox is full, steps are empty until
         you `drain`.
 
         Args:
@@ -294,8 +271,7 @@ class Scheduler(SchedulerState):
             width = most
         elif checked_size("width", width) >= most:
             raise ValueError(f"width is for steps of fewer rows than num_seats + chunk_tokens, {most}; got {width=}.")
-        admitted = planning.admit_waiting(self, allocator)
-        return planning.plan(admitted, allocator, width, is_mixed=chunk_tokens > 0, drafts=drafts)
+        return planning.plan(self, allocator, width, is_mixed=chunk_tokens > 0, drafts=drafts)
 
     def commit(self, allocator: BlockAllocator, step: Step, tokens: ArrayLike) -> tuple[Scheduler, BlockAllocator]:
         """Takes the tokens sampled in a step: requests grow by a token, end, or are preempted.
@@ -332,9 +308,9 @@ class Scheduler(SchedulerState):
         then, a request that ended or was preempted keeps its blocks, its end is not drained, and nobody is admitted.
 
         1. The full blocks of all seats are listed in the prefix cache. The blocks of requests that left are free.
-        2. Waiting requests are admitted as in `plan`, each with the blocks that are found for it. A block that another
-           request holds costs nothing. While a request before it in rank computes the first block that it lacks, a
-           request waits and lets others pass.
+        2. Waiting requests are admitted by the rule of `admit`, each with the blocks that are found for it. A block
+           that another request holds costs nothing. While a request before it in rank computes the first block that it
+           lacks, a request waits and lets others pass.
 
         Args:
             allocator: the allocator whose rows are the seats.
@@ -357,8 +333,8 @@ class Scheduler(SchedulerState):
             ...     scheduler, allocator = scheduler.commit(allocator, step, jnp.array([5, 6]))
             ...     return scheduler, allocator, (step.seats < 2).sum()
             >>> prompts = jnp.full((2, 10), 7)  # two equal ones of ten tokens
-            >>> submit = jax.jit(jaxpaged.Scheduler.submit)
-            >>> scheduler, *_ = submit(scheduler, allocator, prompts, jnp.array([10, 10]), jnp.array([3, 3]))
+            >>> requests = jaxpaged.Requests(prompts, prompt_lengths=jnp.int32(10), max_new_tokens=jnp.int32(3))
+            >>> scheduler, *_ = jax.jit(jaxpaged.Scheduler.submit)(scheduler, allocator, requests)
             >>> computed = []  # tokens in each step
             >>> while scheduler.has_work:
             ...     scheduler, allocator, num_tokens = one_step(scheduler, allocator)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxpaged._allocator.beginnings import Beginnings, begin_with
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._scheduler import planning
+from jaxpaged._scheduler.arrays import first_marked, per_seat, rows_of
 from jaxpaged._scheduler.state import Prefixes, SchedulerState
 
 NOTHING_TO_LIST = jnp.iinfo(jnp.int32).max
@@ -43,11 +44,11 @@ def change_seats[S: SchedulerState](
     prefixes, allocator, tags = vacate(scheduler, prefixes, allocator)
     candidates, beginnings = ready(scheduler, prefixes, allocator, tags)
     num_woken = woken_by_each(allocator, beginnings)
-    scheduler, entered = planning.admit(scheduler, allocator, candidates, beginnings.num_blocks, num_woken)
-    salts = prefixes.salts_of(planning.per_seat(scheduler, scheduler.sampling.adapter))
-    beginnings = planning.rows_of(beginnings, entered)
+    scheduler, entered = planning.give_seats(scheduler, allocator, candidates, beginnings.num_blocks, num_woken)
+    salts = prefixes.salts_of(per_seat(scheduler, scheduler.sampling.adapter))
+    beginnings = rows_of(beginnings, entered)
     prefixes, allocator = begin(prefixes, allocator, entered, salts, beginnings)
-    is_first = (entered < scheduler.num_seats) & (planning.per_seat(scheduler, prefixes.num_found) < 0)
+    is_first = (entered < scheduler.num_seats) & (per_seat(scheduler, prefixes.num_found) < 0)
     num_found = prefixes.num_found.at[jnp.where(is_first, scheduler.seated, scheduler.max_requests)].set(
         beginnings.num_found * allocator.block_size, mode="drop"
     )
@@ -77,7 +78,7 @@ def ready(
     """
     candidates = planning.first_waiting(scheduler)
     of_each = scheduler.num_known, prefixes.findable, scheduler.sampling.adapter
-    num_known, findable, adapters = planning.rows_of(of_each, candidates)
+    num_known, findable, adapters = rows_of(of_each, candidates)
     num_asked = jnp.maximum(jnp.minimum(num_known - 1, findable), 0) // allocator.block_size
     blocks = tokens_in_blocks(scheduler, allocator, candidates)
     beginnings, new_tags = prefixes.cache.find(allocator, blocks, num_asked, prefixes.salts_of(adapters))
@@ -86,9 +87,9 @@ def ready(
 
     num_seats = scheduler.num_seats
     every = jnp.arange(num_seats, dtype=jnp.int32)
-    order = planning.first_marked(every, is_ready, size=num_seats, fill_value=num_seats)
+    order = first_marked(every, is_ready, size=num_seats, fill_value=num_seats)
     candidates = candidates.at[order].get(mode="fill", fill_value=scheduler.max_requests)
-    return candidates, planning.rows_of(beginnings, order)
+    return candidates, rows_of(beginnings, order)
 
 
 def begin(
@@ -113,7 +114,7 @@ def tokens_in_blocks(scheduler: SchedulerState, allocator: BlockAllocator, reque
     """The tokens of requests in blocks, int32 `[requests, columns, block_size]`; of what is not known, any."""
     block_size = allocator.block_size
     num_columns = min(scheduler.tokens.shape[1] // block_size, allocator.block_tables.shape[-1])
-    tokens = planning.rows_of(scheduler.tokens, request_ids)
+    tokens = rows_of(scheduler.tokens, request_ids)
     return tokens[:, : num_columns * block_size].reshape(-1, num_columns, block_size)
 
 
@@ -143,7 +144,7 @@ def is_being_computed(
     of_others = jnp.concatenate([tags, new_tags]).at[:, column].get(mode="clip")  # [others, candidates]
     its_own = new_tags.at[jnp.arange(num_seats, dtype=jnp.int32), column].get(mode="clip")[None]
     num_listed = jnp.concatenate([prefixes.num_listed, jnp.zeros_like(column)])[:, None]
-    num_full = (planning.rows_of(scheduler.num_known, others) // allocator.block_size)[:, None]
+    num_full = (rows_of(scheduler.num_known, others) // allocator.block_size)[:, None]
     will_list = (num_listed <= column[None]) & (column[None] < num_full)
     ranks = scheduler.ranks.at[others].get(mode="fill", fill_value=scheduler.max_requests)
     is_before = ranks[:, None] < ranks[None, num_seats:]

@@ -5,75 +5,48 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._integers import as_int32
 from jaxpaged._put import put
 from jaxpaged._scheduler import planning
-from jaxpaged._scheduler.records import Refusal, RequestStatus, Sampling
+from jaxpaged._scheduler.arrays import first_marked
+from jaxpaged._scheduler.records import Refusal, Requests, RequestStatus, Sampling
 from jaxpaged._scheduler.state import SchedulerState
 
 MAX_HEAD_START = 2**29  # a key is an arrival less a head start, in int32
 
 
-@dataclasses.dataclass(frozen=True)
-class Requests:
-    """Rows of requests whose shapes and dtypes have been checked."""
-
-    prompts: jax.Array
-    prompt_lengths: jax.Array
-    max_new_tokens: jax.Array
-    head_starts: jax.Array
-    stop_ids: jax.Array
-    sampling: Sampling
-    findable: jax.Array
-
-
-def validate(
-    scheduler: SchedulerState,
-    prompts: Any,
-    prompt_lengths: Any,
-    max_new_tokens: Any,
-    head_starts: Any,
-    stop_ids: Any,
-    temperature: Any,
-    top_k: Any,
-    top_p: Any,
-    seed: Any,
-    adapter: Any,
-    findable: Any,
-) -> Requests:
-    prompts = as_int32(prompts)
+def checked(scheduler: SchedulerState, requests: Requests) -> Requests:
+    """The requests as JAX arrays, with each field's rows written out."""
+    if not isinstance(requests, Requests):
+        raise ValueError(f"requests must be jaxpaged.Requests; got {type(requests).__name__}.")
+    prompts = as_int32(requests.prompts)
     if prompts.ndim != 2 or prompts.dtype != jnp.int32:
         raise ValueError(f"prompts must be int32 [rows, width]; got {prompts.dtype} {list(prompts.shape)}.")
     num_rows, most = prompts.shape[0], scheduler.stop_ids.shape[1]
 
-    def rows(name: str, values: Any, dtype: Any, default: float = 0) -> jax.Array:
+    def in_rows(record: Any, name: str, dtype: Any) -> jax.Array:
         convert = as_int32 if dtype == jnp.int32 else jnp.asarray
-        array = jnp.full(num_rows, default, dtype) if values is None else convert(values)
-        if array.shape != (num_rows,) or array.dtype != dtype:
+        array = convert(getattr(record, name))
+        if array.shape not in ((), (num_rows,)) or array.dtype != dtype:
             wanted = f"{jnp.dtype(dtype).name} [{num_rows}], one for each prompt"
             raise ValueError(f"{name} must be {wanted}; got {array.dtype} {list(array.shape)}.")
-        return array
+        return jnp.broadcast_to(array, num_rows)
 
-    stop_ids = jnp.full((num_rows, 0), -1, jnp.int32) if stop_ids is None else as_int32(stop_ids)
+    stop_ids = np.zeros((num_rows, 0), np.int32) if requests.stop_ids is None else requests.stop_ids
+    stop_ids = as_int32(stop_ids)
     if stop_ids.ndim != 2 or stop_ids.dtype != jnp.int32 or len(stop_ids) != num_rows or stop_ids.shape[1] > most:
         received = f"{stop_ids.dtype} {list(stop_ids.shape)}"
         raise ValueError(f"stop_ids must be int32 [{num_rows}, n], n at most {most} (num_stop_ids); got {received}.")
+    names = "prompt_lengths", "max_new_tokens", "head_starts", "findable"
+    defaults = vars(Sampling())
     return Requests(
         prompts=prompts,
-        prompt_lengths=rows("prompt_lengths", prompt_lengths, jnp.int32),
-        max_new_tokens=rows("max_new_tokens", max_new_tokens, jnp.int32),
-        head_starts=rows("head_starts", head_starts, jnp.int32),
         stop_ids=jnp.pad(stop_ids, ((0, 0), (0, most - stop_ids.shape[1])), constant_values=-1),
-        sampling=Sampling(
-            temperature=rows("temperature", temperature, jnp.float32),
-            top_k=rows("top_k", top_k, jnp.int32),
-            top_p=rows("top_p", top_p, jnp.float32, 1),
-            seed=rows("seed", seed, jnp.uint32),
-            adapter=rows("adapter", adapter, jnp.int32, -1),
-        ),
-        findable=rows("findable", findable, jnp.int32, scheduler.tokens.shape[1]),
+        sampling=Sampling(**{name: in_rows(requests.sampling, name, x.dtype) for name, x in defaults.items()}),
+        **{name: in_rows(requests, name, jnp.int32) for name in names},
     )
 
 
@@ -85,7 +58,7 @@ def submit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, new: Requ
     # 1. The i-th that is accepted takes the i-th free place.
     refusals = refused(scheduler, allocator, new)
     is_free = scheduler.statuses == RequestStatus.FREE
-    free_ids = planning.first_marked(every, is_free, size=num_rows, fill_value=num_requests)
+    free_ids = first_marked(every, is_free, size=num_rows, fill_value=num_requests)
     is_wanted = refusals == Refusal.ACCEPTED
     arrival = jnp.cumsum(is_wanted, dtype=jnp.int32) - 1
     request_ids = jnp.where(is_wanted, free_ids.at[arrival].get(mode="clip"), num_requests)

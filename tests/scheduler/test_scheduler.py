@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import BlockAllocator, PrefixCache, Refusal, RequestStatus, Scheduler
+from jaxpaged import BlockAllocator, PrefixCache, Refusal, Requests, RequestStatus, Sampling, Scheduler
 from tests.compiled import instructions
 
 # Sizes of the loops. The pool holds four sequences at their limit, or all seats and more.
@@ -50,10 +50,12 @@ def run_slice(cache, scheduler, allocator, arrivals, aborts, slip, chunk_tokens)
     scheduler, allocator = scheduler.abort(allocator, aborts)
     prompts, lengths, new_tokens, seeds = arrivals
     stop_ids = jnp.full((ROWS, 1), 13, jnp.int32)
-    scheduler, ids, refusals = scheduler.submit(allocator, prompts, lengths, new_tokens, stop_ids=stop_ids, seed=seeds)
+    requests = Requests(prompts, lengths, new_tokens, stop_ids=stop_ids, sampling=Sampling(seed=seeds))
+    scheduler, ids, refusals = scheduler.submit(allocator, requests)
 
     def one_step(carry):
         cache, scheduler, allocator = carry
+        scheduler = scheduler.admit(allocator)
         scheduler, allocator, step = scheduler.plan(allocator, chunk_tokens=chunk_tokens)
         step = dataclasses.replace(step, slots=step.slots + jnp.where(step.positions == 4, slip, 0))
         cache, tokens = model(cache, allocator, step)
@@ -218,6 +220,7 @@ def test_no_loop_no_branch_no_sort_no_host(platform):
     def all_of_them(scheduler, allocator, aborts):
         scheduler, allocator = scheduler.abort(allocator, aborts)
         scheduler, allocator = scheduler.change_seats(allocator)
+        scheduler = scheduler.admit(allocator)
         scheduler, allocator, step = scheduler.plan(allocator, chunk_tokens=16)
         scheduler, allocator = scheduler.commit(allocator, step, step.tokens[step.last])
         return *scheduler.drain(), allocator
@@ -257,7 +260,7 @@ def test_what_can_never_be_served_is_refused():
         Refusal.QUEUE_FULL,
     ]
     submit = jax.jit(Scheduler.submit)
-    submitted, ids, refusals = submit(scheduler, allocator, prompts, lengths, new_tokens)
+    submitted, ids, refusals = submit(scheduler, allocator, Requests(prompts, lengths, new_tokens))
     assert refusals.tolist() == expected
     assert ids.tolist() == [2, 2, 2, 2, 2, 2, 0, 1, 2, 2]
     assert submitted.broken_invariants(allocator) == ()
@@ -277,6 +280,11 @@ def test_text_and_misuse():
     ]
     jax.eval_shape(lambda scheduler: (str(scheduler), scheduler)[1], scheduler)  # while tracing too
     other = BlockAllocator.create(num_blocks=6, block_size=4, num_seqs=3, max_blocks_per_seq=5)
+
+    def submit(**fields):
+        requests = dict(prompts=prompts, prompt_lengths=int32(1, 1), max_new_tokens=int32(1, 1)) | fields
+        return scheduler.submit(allocator, Requests(**requests))
+
     calls = {
         "num_seats must be at least 1; got num_seats=0": lambda: Scheduler.create(
             max_requests=1, num_seats=0, max_length=1
@@ -288,15 +296,18 @@ def test_text_and_misuse():
         "chunk_tokens must be at least 0; got chunk_tokens=-1": lambda: scheduler.plan(allocator, chunk_tokens=-1),
         r"tokens must be int32 \[1\]; got float32": lambda: scheduler.commit(allocator, step, jnp.ones(1)),
         r"requests must be bool \[2\]; got int32": lambda: scheduler.abort(allocator, int32(0, 1)),
-        r"prompts must be int32 \[rows, width\]; got int32 \[2\]": lambda: scheduler.submit(
-            allocator, int32(1, 2), int32(1, 1), int32(1, 1)
+        r"prompts must be int32 \[rows, width\]; got int32 \[2\]": lambda: submit(prompts=int32(1, 2)),
+        r"prompt_lengths must be int32 \[2\], one for each prompt; got int32 \[1\]": lambda: submit(
+            prompt_lengths=int32(1)
         ),
-        r"seed must be uint32 \[2\], one for each prompt; got int32": lambda: scheduler.submit(
-            allocator, prompts, int32(1, 1), int32(1, 1), seed=int32(1, 1)
+        r"seed must be uint32 \[2\], one for each prompt; got int32": lambda: submit(
+            sampling=Sampling(seed=int32(1, 1))
         ),
-        r"stop_ids must be int32 \[2, n\], n at most 4 .*; got int32 \[2, 5\]": lambda: scheduler.submit(
-            allocator, prompts, int32(1, 1), int32(1, 1), stop_ids=jnp.zeros((2, 5), jnp.int32)
+        r"stop_ids must be int32 \[2, n\], n at most 4 .*; got int32 \[2, 5\]": lambda: submit(
+            stop_ids=jnp.zeros((2, 5), jnp.int32)
         ),
+        "requests must be jaxpaged.Requests; got ArrayImpl": lambda: scheduler.submit(allocator, prompts),
+        "got num_seqs=3, num_seats=1.": lambda: scheduler.admit(other),
     }
     few = dict(max_requests=2, num_seats=1, max_length=3)
     calls |= {

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jaxpaged import BlockAllocator, PrefixCache, Refusal, RequestStatus, Scheduler
+from jaxpaged import BlockAllocator, PrefixCache, Refusal, Requests, RequestStatus, Sampling, Scheduler
 from tests.allocator_model import Model
 from tests.scheduler.scheduler_model import PrefixSchedulerModel, SchedulerModel
 
@@ -38,17 +38,15 @@ SHAPES = (((7, 4, 14, 6), (10, 2, 4, 6), 3), ((3, 2, 12, 3), (5, 4, 2, 3), 0))
 
 
 def submit(scheduler, allocator, *args):
-    *args, head_starts, stop_ids, adapter = args
-    scheduler, *results = scheduler.submit(
-        allocator, *args, head_starts=head_starts, stop_ids=stop_ids, adapter=adapter
-    )
+    *args, adapter = args  # in the order of the fields
+    scheduler, *results = scheduler.submit(allocator, Requests(*args, sampling=Sampling(adapter=adapter)))
     return scheduler, allocator, *results
 
 
 def plan(scheduler, allocator, drafts, kind):
     chunk_tokens, width = kind
     drafts = drafts if chunk_tokens and scheduler.num_drafts else None
-    return scheduler.plan(allocator, chunk_tokens=chunk_tokens, width=width, drafts=drafts)
+    return scheduler.admit(allocator).plan(allocator, chunk_tokens=chunk_tokens, width=width, drafts=drafts)
 
 
 def drain(scheduler, allocator):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import BlockAllocator, PrefixCache, RequestStatus, Scheduler
+from jaxpaged import BlockAllocator, PrefixCache, Requests, RequestStatus, Scheduler
 from tests.toy_model import without_blocks
 
 WINDOWS, REQUESTS, SEATS, MAX_LENGTH, BLOCK_SIZE, NUM_BLOCKS, CHUNK = (None, 3, 6), 6, 3, 20, 2, 22, 5
@@ -17,13 +17,13 @@ ROWS, VOCABULARY = 2, 2
 @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 def arrive(scheduler, allocator, prompts, lengths, new_tokens, aborted):
     scheduler, allocator = scheduler.abort(allocator, aborted)
-    scheduler, _, refusals = scheduler.submit(allocator, prompts, lengths, new_tokens)
+    scheduler, _, refusals = scheduler.submit(allocator, Requests(prompts, lengths, new_tokens))
     return scheduler, allocator, refusals
 
 
 @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 def step(scheduler, allocator, sampled):
-    scheduler, allocator, planned = scheduler.plan(allocator, chunk_tokens=CHUNK)
+    scheduler, allocator, planned = scheduler.admit(allocator).plan(allocator, chunk_tokens=CHUNK)
     scheduler, allocator = scheduler.commit(allocator, planned, sampled)
     if scheduler.prefixes is not None:
         scheduler, allocator = scheduler.change_seats(allocator)
@@ -46,8 +46,8 @@ def test_drafts_need_room_in_each_group():
     scheduler = Scheduler.create(max_requests=1, num_seats=1, max_length=16, max_steps=4, num_drafts=2)
     allocator = BlockAllocator.create(num_blocks=20, block_size=2, windows=(None, None), **sizes)
     prompt = np.arange(4, dtype=np.int32)[None]
-    scheduler, _, _ = scheduler.submit(allocator, prompt, np.int32([4]), np.int32([8]))
-    scheduler, allocator, planned = scheduler.plan(allocator, chunk_tokens=4)
+    scheduler, _, _ = scheduler.submit(allocator, Requests(prompt, np.int32(4), np.int32(8)))
+    scheduler, allocator, planned = scheduler.admit(allocator).plan(allocator, chunk_tokens=4)
     scheduler, allocator = scheduler.commit(allocator, planned, np.int32([7]))
     allocator, _ = without_blocks(allocator, int(allocator.num_free) - 3)  # two drafts need four blocks
     scheduler, allocator, planned = scheduler.plan(allocator, chunk_tokens=4, drafts=jnp.int32([[8, 9]]))

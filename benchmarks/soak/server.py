@@ -252,8 +252,8 @@ def main() -> None:
     expected = expected_tokens(prompts, options)
     tokenizer = read_checkpoint(args.model or default_path()).tokenizer
     options += [
-        f"--num-seats={SEATS}",
-        f"--max-length={MAX_TOKENS}",
+        f"--max-num-seqs={SEATS}",
+        f"--max-model-len={MAX_TOKENS}",
         f"--num-blocks={BLOCKS}",
         # Those who left keep their places until the engine knows.
         f"--max-queue={2 * max(args.clients, *args.pattern_clients) * MOST_COMPLETIONS}",

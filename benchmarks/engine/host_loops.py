@@ -38,7 +38,7 @@ REPEATS = 3
 
 def compile_host_step(name: str, engine: Engine, compiler_options: dict[str, Any], index: int) -> Any:
     """A step in a call of its own; whether there is work left, and the kind of the next step."""
-    setup = Setup(packed_model(CONFIGS[name]), engine._runner.kinds)
+    setup = Setup(packed_model(CONFIGS[name]), engine._runner.kinds, engine._options)
 
     def step(weights: Any, state: State) -> tuple[State, tuple[jax.Array, jax.Array]]:
         state = one_step(setup, weights, state, wants_logprobs=jnp.zeros((), bool), index=index)

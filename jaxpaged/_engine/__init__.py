@@ -12,8 +12,8 @@ request:
 4. The `Report` comes back as one array, while the next slice runs. `books.take_places` and `take_tokens` enter it,
    `counting` counts, and `requests.make_output` makes what `step` returns.
 
-`options` checks what an engine is made with, `defaults` chooses what is left open, and `inputs` checks weights and
-caches. `host_tier` keeps the account of blocks in host memory, `host_copies` moves them. `room` keeps room on a GPU for
-what comes and goes, `rollouts` leaves tokens on the device, `on_mesh` is for several devices, `interrupts` for Ctrl-C,
-and `generate` is an engine for one call.
+`options` are the settings of an engine, `defaults` chooses those that are None, and `inputs` checks weights and caches.
+`host_tier` keeps the account of blocks in host memory, `host_copies` moves them. `room` keeps room on a GPU for what
+comes and goes, `rollouts` leaves tokens on the device, `on_mesh` is for several devices, `interrupts` for Ctrl-C, and
+`generate` is an engine for one call.
 """

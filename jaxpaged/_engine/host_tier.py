@@ -51,7 +51,7 @@ class HostTier:
     Args:
         copies: move the pages.
         least_tokens: fewer are computed again instead of copied.
-        growth: as in `Setup`.
+        growth: as in `ResolvedOptions`.
     """
 
     def __init__(self, copies: HostCopies, *, least_tokens: int, growth: int):

@@ -94,6 +94,7 @@ class EngineOptions:
         for name in ("prefix_cache", "batch_invariant", "processed_logprobs"):
             if not isinstance(value := getattr(self, name), bool | np.bool_):
                 raise ValueError(f"{name} must be True or False; got {name}={value!r}.")
+            checked[name] = bool(value)
         if not isinstance(self.hidden, jax.ShapeDtypeStruct | None):
             raise ValueError(f"hidden must be a jax.ShapeDtypeStruct; got hidden={self.hidden!r}.")
         for name, value in checked.items():

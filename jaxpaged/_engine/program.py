@@ -98,14 +98,11 @@ def compile_program(
     no_news = inbox_of([], [], wants_logprobs=False, num_steps=0, forgets=forgets)
     setup = Setup(
         apply,
-        kinds=kinds,
-        growth=None if options.host_cache_bytes is None else options.growth,
-        draft=draft,
+        kinds,
+        options,
+        draft,
         # A batch-invariant engine has the rows anyway.
         row_cost=math.inf if options.batch_invariant else step_cost(0, is_gpu=options.is_gpu),
-        is_processed=bool(options.processed_logprobs),
-        num_likely=options.max_logprobs,
-        hidden=options.hidden,
     )
     function: Any = functools.partial(run_packed, setup, no_news)
     if mesh is not None:

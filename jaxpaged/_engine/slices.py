@@ -16,6 +16,7 @@ from jaxpaged._attention.shared_prefix import PrefixGroups
 from jaxpaged._engine.drafting import Draft, drafted
 from jaxpaged._engine.inputs import caches_in
 from jaxpaged._engine.kinds import Kind, count_wait, next_kind
+from jaxpaged._engine.options import ResolvedOptions
 from jaxpaged._engine.packing import pack, unpack
 from jaxpaged._engine.prefix_groups import find_groups, sort_by_group
 from jaxpaged._engine.pytrees import difference, in_same_containers
@@ -35,12 +36,9 @@ class Setup:
 
     apply: Apply
     kinds: tuple[Kind, ...]
-    growth: int | None = None  # tokens of a request until a host tier's next one begins; None: there is none
+    options: ResolvedOptions
     draft: Draft | None = None
     row_cost: float = 0.0  # of a step without rows, as in `Kind.cost`
-    is_processed: bool = False  # as in `sample`
-    num_likely: int = 0  # as in `sample`
-    hidden: jax.ShapeDtypeStruct | None = None  # of a token, what `apply` returns third
 
 
 def run_packed(
@@ -94,7 +92,7 @@ def run_slice(setup: Setup, weights: Any, state: State, inbox: Inbox) -> tuple[S
 def tell(setup: Setup, state: State, request_ids: jax.Array, refusals: jax.Array) -> tuple[State, Report]:
     """Behind the last step: the state for the next slice, and the report of this one."""
     scheduler, outbox = state.scheduler.drain()
-    nothing = Told.create(scheduler, setup.kinds, setup.num_likely)
+    nothing = Told.create(scheduler, setup.kinds, setup.options.max_logprobs)
     told = jax.vmap(lambda words: unpack(words, nothing))(state.told)
     is_told = jnp.arange(len(state.told), dtype=jnp.int32) < outbox.num_steps
     scored = jnp.where(is_told[:, None], told.scores.request_ids, scheduler.max_requests)
@@ -117,13 +115,13 @@ def tell(setup: Setup, state: State, request_ids: jax.Array, refusals: jax.Array
         num_preempted=scheduler.num_preempted,
         num_cached=None if scheduler.prefixes is None else jnp.array(scheduler.prefixes.num_found),
     )
-    if setup.growth is not None:
+    if setup.options.host_cache_bytes is not None:
         assert scheduler.prefixes is not None
         allocator, cache = state.allocator, scheduler.prefixes.cache
         is_listed = allocator.pool.is_cached(jnp.arange(allocator.num_blocks, dtype=jnp.int32))
         serials = cache.listing.serials
         serials = jnp.where(allocator.pool.cached_at == allocator.num_blocks, serials, -serials)
-        most = jnp.minimum(scheduler.num_known + setup.growth, scheduler.limits - 1)
+        most = jnp.minimum(scheduler.num_known + setup.options.growth, scheduler.limits - 1)
         # A request that waits counts twice: until it begins, as much may come in behind it, in the place of its blocks.
         num_times = jnp.where(scheduler.statuses == RequestStatus.WAITING, 2, jnp.where(scheduler.is_live, 1, 0))
         num_needed = (num_times * allocator.num_blocks_for(most)).sum(dtype=jnp.int32)
@@ -176,7 +174,7 @@ def one_step(setup: Setup, weights: Any, state: State, *, wants_logprobs: jax.Ar
         assert state.seat_groups is not None
         step, seats, groups, num_spared = sort_by_group(step, state.seat_groups)
     attend = step_attention(allocator, step, kind, state.caches, seats, groups)
-    model = functools.partial(apply_model, setup.apply, weights, state.caches, step, hidden=setup.hidden)
+    model = functools.partial(apply_model, setup.apply, weights, state.caches, step, hidden=setup.options.hidden)
     caches, head, hidden = with_head(model, attend)
     tokens, logprobs, likely, scores = score_and_sample(
         head,
@@ -185,8 +183,8 @@ def one_step(setup: Setup, weights: Any, state: State, *, wants_logprobs: jax.Ar
         step,
         kind,
         wants_logprobs,
-        is_processed=setup.is_processed,
-        num_likely=setup.num_likely,
+        is_processed=setup.options.processed_logprobs,
+        num_likely=setup.options.max_logprobs,
     )
     index_of_step = scheduler.num_steps
     scheduler, allocator = scheduler.commit(allocator, step, tokens)
@@ -195,7 +193,7 @@ def one_step(setup: Setup, weights: Any, state: State, *, wants_logprobs: jax.Ar
         drafting = drafting.learnt(step, after - before, is_silent)
         drafting = drafting.with_hidden(hidden, step, after - before, is_mixed=kind.is_mixed)
 
-    told = Told.create(scheduler, setup.kinds, setup.num_likely)
+    told = Told.create(scheduler, setup.kinds, setup.options.max_logprobs)
     told = told.with_step(kind, logprobs, likely, scores, drafts=scheduler.num_drafts)
     num_given = jnp.diff(step.query_starts) - step.num_drafts
     return dataclasses.replace(

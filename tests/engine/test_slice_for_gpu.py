@@ -59,7 +59,7 @@ def compiled(function, *arguments, **how):
 def compiled_slice(apply, engine, weights):
     runner = engine._runner
     news = runner.program.inbox_of([], [], wants_logprobs=False, num_steps=0, forgets=engine._books.forgets)
-    slice_of = functools.partial(run_slice, Setup(apply, runner.kinds))
+    slice_of = functools.partial(run_slice, Setup(apply, runner.kinds, runner.options))
     return compiled(slice_of, weights, runner.state_of_slice, news, donate_argnums=1)
 
 

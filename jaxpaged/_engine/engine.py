@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxpaged._attention.decide import check_new_gpu
@@ -18,10 +17,10 @@ from jaxpaged._engine.inputs import bytes_on_a_device, own
 from jaxpaged._engine.options import checked_options
 from jaxpaged._engine.progress_bar import ProgressBar
 from jaxpaged._engine.records import EngineStats, RequestOutput, SamplingParams, Score
-from jaxpaged._engine.requests import checked_prompt, checked_request, params_for_each
+from jaxpaged._engine.requests import check_vocabulary, checked_prompt, checked_request, params_for_each
 from jaxpaged._engine.rollouts import Collector, Rollout
 from jaxpaged._engine.runner import Runner
-from jaxpaged._engine.slices import Apply
+from jaxpaged._engine.slices import Apply, ApplyHead
 
 
 class Engine:
@@ -34,16 +33,22 @@ class Engine:
     An engine is not thread-safe.
 
     Args:
-        apply: the model over packed tokens, `caches, logits = apply(weights, tokens, positions, caches, attend)`.
-            `tokens` and `positions` are int32 `[tokens]`. In each layer, `cache, out = attend(q, k, v, cache)` writes
-            to the cache and attends (`StepAttention`). Before the head, `attend.newest(x)` picks the newest token of
-            each sequence, `[seqs, ...]` from x `[tokens, ...]`, or those to score: the logits are `[attend.num_newest,
-            vocab]`. `apply` is traced for each of `widths`, for `num_seats` and for `num_seats + chunk_tokens` tokens.
-            Apart from `attend`, it must treat tokens one by one, so that padding disturbs nothing.
+        apply: the model over packed tokens, `caches, hidden = apply(weights, tokens, positions, caches, step)`.
+            `tokens` and `positions` are int32 `[tokens]`. In each layer, `cache, out = step.attend(q, k, v, cache)`
+            writes to the cache and attends (`AttentionStep`). `hidden` is what the head needs, an array `[tokens, ...]`
+            or a pytree of such. `apply` may return `(caches, hidden, aux)`: small arrays `[tokens, ...]` of 32 bits or
+            bool, which come back with the tokens (`Completion.aux`). It is traced once for each number of tokens: each
+            of `widths`, `num_seats`, and `num_seats + chunk_tokens`. Apart from `step.attend`, it must treat tokens one
+            by one, so that padding disturbs nothing.
         weights: a pytree of arrays, passed to `apply`.
         caches: a pytree of `KVCache`s with the same number of blocks and the same block size. They are donated: do not
             use them afterwards. If they lie on several devices, each device runs `apply` inside `jax.shard_map` on
             its part of weights and caches (`docs/several_gpus.md`).
+        head: `logits = head(weights, hidden)`, `[rows, vocab]`, of some rows of `hidden`: those whose next tokens are
+            drawn or scored. None: `apply` returns the logits of every token in place of `hidden`, which takes much
+            memory if the vocabulary is large.
+        vocab_size: the width of the logits, and the end of the token ids that a request may have. None: neither is
+            checked.
         num_seats: the requests that run at once. This and the next three are chosen if they are None; `stats()` tells
             what was chosen, and `docs/engine.md` how.
         max_length: the most tokens of a request, prompt and new ones together.
@@ -63,16 +68,12 @@ class Engine:
         host_cache_bytes: host memory for blocks of the prefix cache, which come back from there once the pool has lost
             them. Needs `prefix_cache`, and one group of layers without a window. None: none.
         drafts: the most guesses of a request's next tokens that a step computes beside its newest token; 0: none. The
-            tokens are the same as without. `apply` is then traced with a step in which `attend.newest(x)` returns all
-            of x.
-        draft: what guesses, `drafts = draft(weights, tokens, lengths)`, traced into the program: `tokens` are
+            tokens are the same as without. The head is then applied to each row of a step.
+        draft: what guesses, `drafts = draft(weights, tokens, lengths, hidden)`, traced into the program: `tokens` are
             int32 `[num_seats, max_length]`, of which each seat's request knows the first `lengths`, int32
-            `[num_seats]`. Returns int32 `[num_seats, drafts]`; the first -1 ends a seat's drafts. None: what followed
-            when the newest tokens of a request occurred before, in it or in another of its completions.
-        hidden: the shape and dtype of a token's hidden state, for a `draft` that is a head on the model. `apply` then
-            returns `(caches, logits, hidden)`, the last `[tokens, *hidden.shape]`, and the engine calls `draft(weights,
-            tokens, lengths, hidden)` with that of the token before each seat's newest one, from which the newest was
-            drawn, `[num_seats, *hidden.shape]`. None: there is none.
+            `[num_seats]`; `hidden` is that of the token before each seat's newest one, from which the newest was drawn,
+            each leaf `[num_seats, ...]`. Returns int32 `[num_seats, drafts]`; the first -1 ends a seat's drafts. None:
+            what followed when the newest tokens of a request occurred before, in it or in another of its completions.
         exact: whether a request's logprobs are the same to the last bit whatever shares its steps. Every step then has
             `num_seats + chunk_tokens` rows, and attention one partition; `docs/engine.md` says what that costs.
         processed_logprobs: whether the logprobs of new tokens are those of the distribution that they are drawn from,
@@ -97,6 +98,8 @@ class Engine:
         weights: Any,
         caches: Any,
         *,
+        head: ApplyHead | None,
+        vocab_size: int | None = None,
         num_seats: int | None = None,
         max_length: int | None = None,
         chunk_tokens: int | None = None,
@@ -110,7 +113,6 @@ class Engine:
         host_cache_bytes: int | None = None,
         drafts: int = 0,
         draft: Draft | None = None,
-        hidden: jax.ShapeDtypeStruct | None = None,
         exact: bool = False,
         processed_logprobs: bool = False,
         max_logprobs: int = 0,
@@ -134,7 +136,7 @@ class Engine:
             host_cache_bytes=host_cache_bytes,
             drafts=drafts,
             draft=draft,
-            hidden=hidden,
+            vocab_size=vocab_size,
             exact=exact,
             processed_logprobs=processed_logprobs,
             max_logprobs=max_logprobs,
@@ -144,7 +146,7 @@ class Engine:
         check_new_gpu()
         self._options = options
         self._books = Books(max_requests=options.max_requests, seed=options.seed, num_adapters=options.num_adapters)
-        self._runner = Runner(apply, weights, caches, options, self._books)
+        self._runner = Runner(apply, head, weights, caches, options, self._books)
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -275,6 +277,8 @@ class Engine:
         if len(prompts) != len(tokens):
             raise ValueError(f"pass tokens for each prompt; got {len(prompts)=}, {len(tokens)=}.")
         given = [checked_prompt(of_one, "tokens to score") for of_one in tokens]
+        for of_one in given:
+            check_vocabulary(of_one, self._options)
         known = [np.append(checked_prompt(prompt), more) for prompt, more in zip(prompts, given, strict=True)]
         params = SamplingParams(max_tokens=1, temperature=0, top_logprobs=top_logprobs, adapter=adapter)
         with self._serving([of_one[:-1].tolist() for of_one in known], params, given=given) as request_ids:
@@ -285,8 +289,6 @@ class Engine:
 
     def add_request(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Adds a request and returns its id. It starts with the next slice that has room.
-
-        Token ids past the end of the vocabulary are not refused: only the model knows where it ends.
 
         Raises:
             ValueError: the request can never be served; the message says why.

@@ -12,7 +12,7 @@ from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._engine.engine import Engine
 from jaxpaged._engine.records import RequestOutput, SamplingParams
 from jaxpaged._engine.requests import checked_prompt, params_for_each
-from jaxpaged._engine.slices import Apply
+from jaxpaged._engine.slices import Apply, ApplyHead
 from jaxpaged._integers import checked_size
 
 MOST_AT_ONCE, MOST_CHUNK_TOKENS = 64, 256
@@ -24,6 +24,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams],
     *,
+    head: ApplyHead | None,
     num_layers: int,
     num_kv_heads: int,
     head_dim: int,
@@ -38,11 +39,12 @@ def generate(
     yourself.
 
     Args:
-        apply: the model, `caches, logits = apply(weights, tokens, positions, caches, attend)`, as `Engine` takes it.
+        apply: the model, `caches, hidden = apply(weights, tokens, positions, caches, step)`, as `Engine` takes it.
             `caches` is a tuple of one `KVCache` a layer.
         weights: a pytree of arrays, passed to `apply`.
         prompts: the token ids of each prompt.
         params: one for all prompts, or one for each.
+        head: `logits = head(weights, hidden)`, as `Engine` takes it; None: `apply` returns logits.
         num_layers: layers with a cache.
         num_kv_heads: KV heads of a layer.
         head_dim: size of a head.
@@ -60,13 +62,15 @@ def generate(
     Example:
         >>> import jax, jax.numpy as jnp, jaxpaged
         >>> embedding = jax.random.normal(jax.random.key(0), (50, 2, 32))  # a vocabulary of 50, two heads
-        >>> def apply(weights, tokens, positions, caches, attend):
+        >>> def apply(weights, tokens, positions, caches, step):
         ...     x = weights[tokens]
-        ...     cache, out = attend(x, x, x, caches[0])
-        ...     return (cache,), jnp.einsum("shd,vhd->sv", attend.newest(x + out), weights)
+        ...     cache, out = step.attend(x, x, x, caches[0])
+        ...     return (cache,), x + out
+        >>> def head(weights, hidden):
+        ...     return jnp.einsum("shd,vhd->sv", hidden, weights)
         >>> params = jaxpaged.SamplingParams(max_tokens=4, temperature=0, stop_token_ids=(7,))
         >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=32, dtype="float32")
-        >>> [output] = jaxpaged.generate(apply, embedding, [[3, 1, 4]], params, **sizes)
+        >>> [output] = jaxpaged.generate(apply, embedding, [[3, 1, 4]], params, head=head, **sizes)
         >>> len(output.outputs[0].token_ids)
         4
     """
@@ -91,6 +95,7 @@ def generate(
         apply,
         weights,
         caches,
+        head=head,
         num_seats=num_seats,
         max_length=max_length,
         chunk_tokens=max(1, min(MOST_CHUNK_TOKENS, sum(lengths))),

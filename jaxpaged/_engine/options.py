@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from jaxpaged import _device
 from jaxpaged._allocator.state import Window, checked_windows
 from jaxpaged._engine.defaults import Sizes, chosen_compiler_options, chosen_sizes, chosen_steps
@@ -32,7 +30,7 @@ class Options:
     host_cache_bytes: int | None
     drafts: int
     draft: Draft | None
-    hidden: jax.ShapeDtypeStruct | None
+    vocab_size: int | None
     exact: bool
     processed_logprobs: bool
     max_logprobs: int
@@ -61,7 +59,7 @@ def checked_options(
     windows: Sequence[int | None],
     drafts: int,
     draft: Draft | None,
-    hidden: jax.ShapeDtypeStruct | None,
+    vocab_size: int | None,
     exact: bool,
     max_logprobs: int,
     seed: int,
@@ -82,7 +80,7 @@ def checked_options(
         drafts=drafts,
         exact=exact,
     )
-    check_draft(draft, drafts, hidden)
+    check_draft(draft, drafts)
     return Options(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -95,7 +93,7 @@ def checked_options(
         windows=windows,
         drafts=int(drafts),  # checked with the sizes
         draft=draft,
-        hidden=hidden,
+        vocab_size=None if vocab_size is None else checked_size("vocab_size", vocab_size),
         exact=exact,
         max_logprobs=checked_size("max_logprobs", max_logprobs, 0),
         seed=checked_size("seed", seed, 0),
@@ -104,8 +102,6 @@ def checked_options(
     )
 
 
-def check_draft(draft: Draft | None, drafts: int, hidden: jax.ShapeDtypeStruct | None) -> None:
+def check_draft(draft: Draft | None, drafts: int) -> None:
     if draft is not None and not (callable(draft) and drafts):
         raise ValueError(f"draft must be a function, and goes with drafts of at least 1; got {draft=}, {drafts=}.")
-    if hidden is not None and not (isinstance(hidden, jax.ShapeDtypeStruct) and draft is not None):
-        raise ValueError(f"hidden must be a jax.ShapeDtypeStruct, and goes with draft; got {hidden=}, {draft=}.")

@@ -64,8 +64,9 @@ def on_shards[F: Callable[..., Any]](function: F) -> F:
 
 
 def is_whole(array: Any) -> bool:
-    """Whether each device of an explicit mesh has all of the array."""
-    return _own_shape(array) == np.shape(array)
+    """Whether each device of an explicit mesh has all of the array. Inside `jax.shard_map` it is one device's array."""
+    mesh: Any = jax.typeof(array).sharding.mesh
+    return all(mesh.shape[axis] == 1 for axis in jax.tree.leaves(_spec(array)))
 
 
 def check_whole(name: str, array: Any) -> None:
@@ -109,11 +110,6 @@ def _name(path: Any) -> str:
 
 def _spec(array: Any) -> tuple[Any, ...]:
     return tuple(jax.typeof(array).sharding.spec)
-
-
-def _own_shape(array: Any) -> tuple[int, ...]:
-    """Of one device's part."""
-    return jax.typeof(array).sharding.shard_shape(np.shape(array))
 
 
 def _find_specs(arguments: Mapping[str, Any]) -> Any:

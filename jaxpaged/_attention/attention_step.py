@@ -108,7 +108,7 @@ class AttentionStep:
                 each token's depth plus the length of the history.
             query_starts: int32 `[seqs + 1]`, not descending, where each sequence's tokens begin.
             tree_mask: from `jaxpaged.tree_mask`, for tokens that are not packed.
-            prefix_groups: from `BlockAllocator.prefix_groups`.
+            prefix_groups: as an engine passes them.
             adapters: int32 `[tokens]`.
             num_kv_heads: of the caches; inside `jax.shard_map`, of one device's. The step then decides once how the
                 work of all layers is cut, instead of each layer: make it outside of a scan over layers. None: each

@@ -8,6 +8,7 @@ from jaxpaged._allocator.plot import plot_blocks
 from jaxpaged._allocator.prefix_cache import PrefixCache
 from jaxpaged._attention.attention_step import AttentionStep
 from jaxpaged._attention.context_parallel import context_parallel_attention, context_parallel_slots
+from jaxpaged._attention.dense_step import dense_step
 from jaxpaged._attention.explain import Explanation, explain
 from jaxpaged._attention.merge import merge_attention
 from jaxpaged._attention.public import paged_attention
@@ -62,6 +63,7 @@ __all__ = [
     "context_parallel_slots",
     "copy_blocks",
     "debug_checks",
+    "dense_step",
     "explain",
     "gather_kv",
     "generate",

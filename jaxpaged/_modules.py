@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from jaxpaged._attention.attention_step import AttentionStep
 from jaxpaged._attention.choose import Implementation
+from jaxpaged._attention.dense_step import DenseStep
 from jaxpaged._cache.kv_cache import KVCache, check_cache
 from jaxpaged._cache.layers import CacheLayer, pools_of
 from jaxpaged._cache.rotate import check_interleaved
@@ -126,7 +127,7 @@ def rotate_write_attend[C: (KVCache, CacheLayer)](
     k: jax.Array,  # [..., kv_heads * head_dim]
     v: jax.Array,  # [..., kv_heads * head_dim]
     cache: C,
-    step: AttentionStep,
+    step: AttentionStep | DenseStep,
     *,
     norms: tuple[Norm, Norm] | None,  # of q and of k, before they are rotated
     sinks: jax.Array | None,  # [heads]
@@ -160,9 +161,13 @@ def sum_sharding(out: jax.Array) -> NamedSharding | None:
     return NamedSharding(mesh, P(*spec[:-1])) if mesh.explicit_axes and spec[-1] is not None else None
 
 
-def check_call(settings: AttentionSettings, x: jax.Array, cache: KVCache | CacheLayer, step: AttentionStep) -> None:
+def check_call(
+    settings: AttentionSettings, x: jax.Array, cache: KVCache | CacheLayer, step: AttentionStep | DenseStep
+) -> None:
     """Raises `ValueError` if a module's inputs do not fit together."""
     check_tokens(x, cache, step)
+    if cache is None:
+        return
     k = pools_of(cache).k
     if k.shape[-2:] != (settings.num_kv_heads, settings.head_dim):
         raise ValueError(
@@ -171,9 +176,10 @@ def check_call(settings: AttentionSettings, x: jax.Array, cache: KVCache | Cache
         )
 
 
-def check_tokens(x: jax.Array, cache: KVCache | CacheLayer, step: AttentionStep) -> None:
-    if not isinstance(step, AttentionStep):
+def check_tokens(x: jax.Array, cache: KVCache | CacheLayer, step: AttentionStep | DenseStep) -> None:
+    if not isinstance(step, AttentionStep | DenseStep):
         raise ValueError(f"a module takes (x, cache, step), the last an AttentionStep; got {type(step).__name__}.")
     if x.shape[:-1] != step.positions.shape:
         raise ValueError(f"x must be {[*step.positions.shape, 'features']}, the tokens of the step; got {x.shape=}.")
-    check_cache(pools_of(cache))
+    if cache is not None:  # `dense_step` needs none
+        check_cache(pools_of(cache))

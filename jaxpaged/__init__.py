@@ -6,11 +6,11 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.layer_groups import LayerGroups, layer_groups
 from jaxpaged._allocator.plot import plot_blocks
 from jaxpaged._allocator.prefix_cache import PrefixCache
-from jaxpaged._attention.attend import attend
+from jaxpaged._attention.attention_step import AttentionStep
 from jaxpaged._attention.context_parallel import context_parallel_attention, context_parallel_slots
+from jaxpaged._attention.dense_step import dense_step
 from jaxpaged._attention.explain import Explanation, explain
 from jaxpaged._attention.merge import merge_attention
-from jaxpaged._attention.plan import PartitionPlan, plan_partitions
 from jaxpaged._attention.public import paged_attention
 from jaxpaged._attention.reference import paged_attention_reference
 from jaxpaged._attention.tree import tree_mask
@@ -29,7 +29,6 @@ from jaxpaged._engine.generate import generate
 from jaxpaged._engine.options import EngineOptions
 from jaxpaged._engine.records import Completion, EngineStats, RequestOutput, SamplingParams, Score
 from jaxpaged._engine.rollouts import Rollout
-from jaxpaged._engine.step_attention import StepAttention
 from jaxpaged._latent_modules import LatentSettings
 from jaxpaged._lora import lora
 from jaxpaged._modules import AttentionSettings
@@ -40,6 +39,7 @@ from jaxpaged._version import __version__ as __version__
 
 __all__ = [
     "AttentionSettings",
+    "AttentionStep",
     "BlockAllocator",
     "CacheCapacity",
     "CacheLayer",
@@ -51,7 +51,6 @@ __all__ = [
     "KVCache",
     "LatentSettings",
     "LayerGroups",
-    "PartitionPlan",
     "PrefixCache",
     "Refusal",
     "RequestOutput",
@@ -62,13 +61,12 @@ __all__ = [
     "SamplingParams",
     "Scheduler",
     "Score",
-    "StepAttention",
-    "attend",
     "cache_capacity",
     "context_parallel_attention",
     "context_parallel_slots",
     "copy_blocks",
     "debug_checks",
+    "dense_step",
     "explain",
     "gather_kv",
     "generate",
@@ -78,7 +76,6 @@ __all__ = [
     "merge_attention",
     "paged_attention",
     "paged_attention_reference",
-    "plan_partitions",
     "plot_blocks",
     "rotary_attention_factor",
     "rotary_frequencies",

@@ -8,22 +8,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
-from jaxpaged._attention.attend import attend, attend_to_history
+from jaxpaged._attention.attend import attend_to_history
+from jaxpaged._attention.attention_step import AttentionStep
 from jaxpaged._attention.choose import Implementation
+from jaxpaged._attention.dense_step import DenseStep
 from jaxpaged._attention.merge import merge_attention
 from jaxpaged._attention.public import paged_attention
 from jaxpaged._attention.runs import owners
+from jaxpaged._attention.writes import note_write
 from jaxpaged._cache.kv_cache import LARGEST, KVCache
 from jaxpaged._cache.layers import CacheLayer, pools_of
 from jaxpaged._cache.rotate import cos_sin, rotate
 from jaxpaged._cache.split_rotary import split_key, split_query
 from jaxpaged._cache.write import write_kv
-from jaxpaged._integers import as_int32
-from jaxpaged._modules import check_dtypes, check_tokens, find_positions
-from pallas_kernels.decode.partition_plan import PartitionPlan
+from jaxpaged._modules import check_dtypes, check_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,14 +104,7 @@ def latent_attention[C: (KVCache, CacheLayer)](
     to_keys: jax.Array,  # [latent_dim, heads * head_dim]
     to_values: jax.Array,  # [latent_dim, heads * value_dim]
     cache: C,
-    allocator: BlockAllocator,
-    slots: jax.Array,  # int32 [...]
-    query_starts: ArrayLike | None,
-    positions: ArrayLike | None,
-    *,
-    plan: PartitionPlan | None,
-    tree_mask: ArrayLike | None,
-    shared_prefix: ArrayLike | None,
+    step: AttentionStep | DenseStep,
 ) -> tuple[C, jax.Array]:
     """The new cache, and [..., heads * value_dim].
 
@@ -119,12 +113,10 @@ def latent_attention[C: (KVCache, CacheLayer)](
     So all heads can read the latent vector c itself: queries are absorbed. Where sequences have many new tokens, these
     see each other by keys and values made of each head, which take fewer products, and only older tokens in this way.
     """
-    s = settings
-    starts = None if query_starts is None else as_int32(query_starts)
-    q = q.reshape(*slots.shape, s.num_heads, -1)
+    s, tokens = settings, step.positions.shape
+    q = q.reshape(*tokens, s.num_heads, -1)
     to_keys, to_values = (x.astype(q.dtype).reshape(s.latent_dim, s.num_heads, -1) for x in (to_keys, to_values))
-    at = find_positions(allocator, slots, starts) if positions is None else as_int32(positions)
-    angles = cos_sin(at, jnp.asarray(s.rotary_frequencies, jnp.float32))
+    angles = cos_sin(step.positions, jnp.asarray(s.rotary_frequencies, jnp.float32))
     plain, rotary = jnp.split(q, [s.head_dim], axis=-1)
     rotary, shared_key = (
         rotate(x, *angles, interleaved=s.interleaved, start=0) for x in (rotary, shared_key[..., None, :])
@@ -136,13 +128,12 @@ def latent_attention[C: (KVCache, CacheLayer)](
     stored = jnp.concatenate([latent[..., None, :], shared_key], axis=-1)
     if is_split:
         stored = split_key(cache, stored)
-    cache = write_kv(cache, stored, None, slots)
     scale = (s.head_dim + s.rotary_dim) ** -0.5 if s.scale is None else s.scale
     how: Any = dict(scale=scale, implementation=s.implementation)
 
     def by_head(products: str, x: jax.Array, weights: jax.Array) -> jax.Array:
         # With an axis of one in the batch XLA would transpose what it computes for each head.
-        return jnp.einsum(products, x.reshape(-1, *x.shape[-2:]), weights).reshape(*slots.shape, s.num_heads, -1)
+        return jnp.einsum(products, x.reshape(-1, *x.shape[-2:]), weights).reshape(*tokens, s.num_heads, -1)
 
     def absorbed() -> jax.Array:
         whole = jnp.concatenate([by_head("thd,chd->thc", plain, to_keys), rotary], axis=-1)
@@ -151,14 +142,15 @@ def latent_attention[C: (KVCache, CacheLayer)](
     def values(out: jax.Array) -> jax.Array:
         return by_head("thc,chd->thd", out, to_values)
 
-    per_seq = slots.size // allocator.lengths.shape[0]
-    is_special = any(x is not None for x in (tree_mask, shared_prefix, plan, s.sliding_window, s.num_partitions))
-    if per_seq < s.expanded_from or is_special:
-        how |= dict(sliding_window=s.sliding_window, num_partitions=s.num_partitions, plan=plan, tree_mask=tree_mask)
-        out = values(attend(absorbed(), cache, allocator, query_starts=starts, shared_prefix=shared_prefix, **how))
-        return cache, out.reshape(*slots.shape, -1)
+    if isinstance(step, DenseStep) or not _is_expanded(s, step):
+        how |= dict(sliding_window=s.sliding_window, num_partitions=s.num_partitions)
+        cache, out = step.attend(absorbed(), stored, None, cache, **how)
+        return cache, values(out).reshape(*tokens, -1)
 
-    shared_key = jnp.broadcast_to(shared_key, (*slots.shape, s.num_heads, s.rotary_dim))
+    slots, starts, allocator = step.slots, step.query_starts, step.allocator
+    before, cache = cache, write_kv(cache, stored, None, slots)
+    note_write(before, cache, step.group_index)
+    shared_key = jnp.broadcast_to(shared_key, (*tokens, s.num_heads, s.rotary_dim))
     keys = jnp.concatenate([jnp.einsum("...c,chd->...hd", latent, to_keys), shared_key], axis=-1)
     q = jnp.concatenate([plain, rotary], axis=-1)
     counts = _new_tokens(allocator, slots, starts)
@@ -170,7 +162,17 @@ def latent_attention[C: (KVCache, CacheLayer)](
         return merge_attention(*new, values(out), lse)[0]
 
     out = jax.lax.cond((history > 0).any(), with_history, lambda: new[0])
-    return cache, out.reshape(*slots.shape, -1)
+    return cache, out.reshape(*tokens, -1)
+
+
+def _is_expanded(settings: LatentSettings, step: AttentionStep) -> bool:
+    """Whether new tokens see each other by keys and values made of each head."""
+    if step.slots.ndim == 1 and step.query_starts is None:
+        return False
+    num_partitions = step.num_partitions if settings.num_partitions is None else settings.num_partitions
+    special = step.tree_mask, step.prefix_groups, settings.sliding_window, num_partitions
+    per_seq = step.slots.size // step.allocator.lengths.shape[0]
+    return per_seq >= settings.expanded_from and all(x is None for x in special)
 
 
 def _new_tokens(allocator: BlockAllocator, slots: jax.Array, starts: jax.Array | None) -> jax.Array:
@@ -223,15 +225,11 @@ def _among_new_tokens(
     return out[..., :value_dim], lse
 
 
-def check_latent_call(
-    settings: LatentSettings,
-    x: jax.Array,
-    cache: KVCache | CacheLayer,
-    slots: jax.Array,
-    query_starts: ArrayLike | None,
-) -> None:
+def check_latent_call(settings: LatentSettings, x: jax.Array, cache: KVCache | CacheLayer, step: AttentionStep) -> None:
     """Raises `ValueError` if a module's inputs do not fit together."""
-    check_tokens(x, cache, slots, query_starts)
+    check_tokens(x, cache, step)
+    if cache is None:
+        raise ValueError("a latent layer needs a cache, with `dense_step` too; got None.")
     pools, s = pools_of(cache), settings
     widths = [s.latent_features]
     if pools.k.dtype in LARGEST:

@@ -10,20 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
-from jaxpaged._allocator.block_allocator import BlockAllocator
-from jaxpaged._attention.attend import attend
+from jaxpaged._attention.attention_step import AttentionStep
 from jaxpaged._attention.choose import Implementation
-from jaxpaged._attention.runs import packed_positions
-from jaxpaged._attention.shared_prefix import PrefixGroups
+from jaxpaged._attention.dense_step import DenseStep
 from jaxpaged._cache.kv_cache import KVCache, check_cache
 from jaxpaged._cache.layers import CacheLayer, pools_of
-from jaxpaged._cache.rotate import check_interleaved, rotate_and_write_kv
-from jaxpaged._cache.write import write_kv
+from jaxpaged._cache.rotate import check_interleaved
 from jaxpaged._dtypes import checked_dtype
-from jaxpaged._integers import as_int32, check_heads
-from pallas_kernels.decode.partition_plan import PartitionPlan
+from jaxpaged._integers import check_heads
 
 Rotary = Callable[[jax.Array, jax.Array], jax.Array]
 Norm = Callable[[jax.Array], jax.Array]
@@ -127,53 +123,36 @@ def check_dtypes(settings: Any) -> None:
 
 def rotate_write_attend[C: (KVCache, CacheLayer)](
     settings: AttentionSettings,
-    q: jax.Array,  # [seqs, q_len, heads * head_dim]
-    k: jax.Array,  # [seqs, q_len, kv_heads * head_dim]
-    v: jax.Array,  # [seqs, q_len, kv_heads * head_dim]
+    q: jax.Array,  # [..., heads * head_dim], in the layout of the step
+    k: jax.Array,  # [..., kv_heads * head_dim]
+    v: jax.Array,  # [..., kv_heads * head_dim]
     cache: C,
-    allocator: BlockAllocator,
-    slots: jax.Array,  # int32 [seqs, q_len]
-    query_starts: ArrayLike | None,  # int32 [seqs + 1]: [tokens] takes the place of [seqs, q_len]
-    positions: ArrayLike | None,  # int32, as slots
+    step: AttentionStep | DenseStep,
     *,
     norms: tuple[Norm, Norm] | None,  # of q and of k, before they are rotated
     sinks: jax.Array | None,  # [heads]
-    plan: PartitionPlan | None,
-    tree_mask: ArrayLike | None,
-    shared_prefix: ArrayLike | PrefixGroups | None,
-) -> tuple[C, jax.Array]:  # and [seqs, q_len, heads * head_dim]
-    q, k, v = (x.reshape(*slots.shape, -1, settings.head_dim) for x in (q, k, v))
+) -> tuple[C, jax.Array]:  # and [..., heads * head_dim]
+    q, k, v = (x.reshape(*x.shape[:-1], -1, settings.head_dim) for x in (q, k, v))
     if norms is not None:
         q, k = norms[0](q), norms[1](k)
-    frequencies = settings.rotary_frequencies
-    if frequencies is None and settings.rotary is None:
-        cache = write_kv(cache, k, v, slots)
-    else:
-        at = find_positions(allocator, slots, query_starts) if positions is None else as_int32(positions)
-        if frequencies is not None:
-            interleaved = settings.interleaved
-            cache, q = rotate_and_write_kv(cache, q, k, v, slots, at, frequencies, interleaved=interleaved)
-        else:
-            assert settings.rotary is not None
-            q, k = settings.rotary(q, at), settings.rotary(k, at)
-            cache = write_kv(cache, k, v, slots)
-    out = attend(
+    if settings.rotary is not None:
+        q, k = (settings.rotary(x, step.positions) for x in (q, k))
+    cache, out = step.attend(
         q,
+        k,
+        v,
         cache,
-        allocator,
-        query_starts=query_starts,
+        rotary_frequencies=settings.rotary_frequencies,
+        interleaved=settings.interleaved,
         scale=settings.scale,
         sliding_window=settings.sliding_window,
         logits_soft_cap=settings.logits_soft_cap,
         alibi_slopes=None if settings.alibi_slopes is None else jnp.asarray(settings.alibi_slopes, jnp.float32),
         sinks=sinks,
         num_partitions=settings.num_partitions,
-        plan=plan,
-        tree_mask=tree_mask,
-        shared_prefix=shared_prefix,
         implementation=settings.implementation,
     )
-    return cache, out.reshape(*slots.shape, -1)
+    return cache, out.reshape(*out.shape[:-2], -1)
 
 
 def sum_sharding(out: jax.Array) -> NamedSharding | None:
@@ -182,21 +161,13 @@ def sum_sharding(out: jax.Array) -> NamedSharding | None:
     return NamedSharding(mesh, P(*spec[:-1])) if mesh.explicit_axes and spec[-1] is not None else None
 
 
-def find_positions(allocator: BlockAllocator, slots: jax.Array, query_starts: ArrayLike | None) -> jax.Array:
-    if query_starts is None:
-        return allocator.positions(slots.shape[1])
-    return packed_positions(as_int32(query_starts), allocator.lengths, tokens=slots.shape[0])
-
-
 def check_call(
-    settings: AttentionSettings,
-    x: jax.Array,
-    cache: KVCache | CacheLayer,
-    slots: jax.Array,
-    query_starts: ArrayLike | None,
+    settings: AttentionSettings, x: jax.Array, cache: KVCache | CacheLayer, step: AttentionStep | DenseStep
 ) -> None:
     """Raises `ValueError` if a module's inputs do not fit together."""
-    check_tokens(x, cache, slots, query_starts)
+    check_tokens(x, cache, step)
+    if cache is None:
+        return
     k = pools_of(cache).k
     if k.shape[-2:] != (settings.num_kv_heads, settings.head_dim):
         raise ValueError(
@@ -205,14 +176,10 @@ def check_call(
         )
 
 
-def check_tokens(x: jax.Array, cache: KVCache | CacheLayer, slots: jax.Array, query_starts: ArrayLike | None) -> None:
-    if query_starts is None and (x.ndim != 3 or slots.shape != x.shape[:2]):
-        raise ValueError(
-            f"x must be [seqs, q_len, features] and slots [seqs, q_len]; got {x.shape=}, {slots.shape=}. "
-            "Pass query_starts with packed tokens."
-        )
-    if query_starts is not None and (x.ndim != 2 or slots.shape != x.shape[:1]):
-        raise ValueError(
-            f"with query_starts x must be [tokens, features] and slots [tokens]; got {x.shape=}, {slots.shape=}."
-        )
-    check_cache(pools_of(cache))
+def check_tokens(x: jax.Array, cache: KVCache | CacheLayer, step: AttentionStep | DenseStep) -> None:
+    if not isinstance(step, AttentionStep | DenseStep):
+        raise ValueError(f"a module takes (x, cache, step), the last an AttentionStep; got {type(step).__name__}.")
+    if x.shape[:-1] != step.positions.shape:
+        raise ValueError(f"x must be {[*step.positions.shape, 'features']}, the tokens of the step; got {x.shape=}.")
+    if cache is not None:  # `dense_step` needs none
+        check_cache(pools_of(cache))

@@ -25,7 +25,7 @@ def on_shards[F: Callable[..., Any]](function: F) -> F:
     `ValueError`. The results are sharded as the first argument. If no array is on an explicit mesh, this is the
     function itself.
     """
-    signature = inspect.signature(function)
+    parameters = tuple(inspect.signature(function).parameters)
 
     # Outside of a trace, shard_map alone runs one operation after the other. One jit, so that it compiles once.
     @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -34,7 +34,7 @@ def on_shards[F: Callable[..., Any]](function: F) -> F:
         arguments = jax.tree.unflatten(tree, leaves)
         mesh: Any = _explicit_mesh(arguments)
         specs = _find_specs(arguments)
-        out_specs = specs[next(iter(signature.parameters))]
+        out_specs = specs[parameters[0]]
         if arguments.get("return_lse"):
             out_specs = out_specs, P(*out_specs[:-1])
 
@@ -50,8 +50,10 @@ def on_shards[F: Callable[..., Any]](function: F) -> F:
     def call(*args: Any, **kwargs: Any) -> Any:
         if _explicit_mesh((args, kwargs)) is None:
             return function(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments.items()
-        arguments = {name: np.asarray(value) if isinstance(value, list | tuple) else value for name, value in given}
+        given = dict(zip(parameters, args, strict=False)) | kwargs
+        arguments = {
+            name: np.asarray(value) if isinstance(value, list | tuple) else value for name, value in given.items()
+        }
         leaves, tree = jax.tree.flatten(arguments, is_leaf=_is_none)
         arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
         # With their types: 4.0 equals 4, and is no window.
@@ -61,9 +63,15 @@ def on_shards[F: Callable[..., Any]](function: F) -> F:
     return call  # type: ignore[return-value]
 
 
+def is_whole(array: Any) -> bool:
+    """Whether each device of an explicit mesh has all of the array. Inside `jax.shard_map` it is one device's array."""
+    mesh: Any = jax.typeof(array).sharding.mesh
+    return all(mesh.shape[axis] == 1 for axis in jax.tree.leaves(_spec(array)))
+
+
 def check_whole(name: str, array: Any) -> None:
     """Raises `ValueError` for an array of which an explicit mesh has a part on each device."""
-    if _own_shape(array) != np.shape(array):
+    if not is_whole(array):
         raise ValueError(
             f"{name} must be the same on every device; got {P(*_spec(array))}. Move it with jax.sharding.reshard."
         )
@@ -104,11 +112,6 @@ def _spec(array: Any) -> tuple[Any, ...]:
     return tuple(jax.typeof(array).sharding.spec)
 
 
-def _own_shape(array: Any) -> tuple[int, ...]:
-    """Of one device's part."""
-    return jax.typeof(array).sharding.shard_shape(np.shape(array))
-
-
 def _find_specs(arguments: Mapping[str, Any]) -> Any:
     """How each array must be sharded so that its heads are on the device that has their KV heads."""
     k_cache = arguments["k_cache"] if "k_cache" in arguments else jax.tree.leaves(arguments["cache"])[0]
@@ -116,11 +119,6 @@ def _find_specs(arguments: Mapping[str, Any]) -> Any:
     heads = _spec(arguments["q"] if k_cache.shape[-2] == 1 and "q" in arguments else k_cache)[-2]
     has_seqs = "q" in arguments and arguments.get("query_starts") is None
     seqs = _spec(arguments["q"])[0] if has_seqs else None
-    if has_seqs and arguments.get("plan") is not None and _own_shape(arguments["q"])[0] < arguments["q"].shape[0]:
-        raise ValueError(
-            f"a plan is for sequences that are on every device; got q sharded as {P(*_spec(arguments['q']))}. "
-            "Leave it out, or call plan_partitions and paged_attention inside jax.shard_map."
-        )
 
     def find_spec(path: Any, leaf: Any) -> P:
         axes: list[Any] = [None] * np.ndim(leaf)

@@ -9,14 +9,11 @@ from typing import Any
 
 import jax
 from flax import linen
-from jax.typing import ArrayLike
 
-from jaxpaged._allocator.block_allocator import BlockAllocator
-from jaxpaged._attention.shared_prefix import PrefixGroups
+from jaxpaged._attention.attention_step import AttentionStep
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._modules import AttentionSettings, check_call, rotate_write_attend, sum_sharding
-from pallas_kernels.decode.partition_plan import PartitionPlan
 
 __all__ = ["PagedAttention", "replace"]
 
@@ -36,9 +33,9 @@ class PagedAttention(linen.Module):
         >>> cache = jaxpaged.KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=8)
         >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=1, max_blocks_per_seq=4)
         >>> allocator, slots, ok = allocator.append(jnp.array([5]), q_len=5)
-        >>> x = jnp.ones((1, 5, 32))
-        >>> variables = attention.init(jax.random.key(0), x, cache, allocator, slots)
-        >>> cache, out = attention.apply(variables, x, cache, allocator, slots)
+        >>> x, step = jnp.ones((1, 5, 32)), jaxpaged.AttentionStep.create(allocator, slots)
+        >>> variables = attention.init(jax.random.key(0), x, cache, step)
+        >>> cache, out = attention.apply(variables, x, cache, step)
         >>> out.shape
         (1, 5, 32)
     """
@@ -50,18 +47,11 @@ class PagedAttention(linen.Module):
         self,
         x: jax.Array,
         cache: C,
-        allocator: BlockAllocator,
-        slots: jax.Array,
-        *,
-        query_starts: ArrayLike | None = None,
-        positions: ArrayLike | None = None,
-        tree_mask: ArrayLike | None = None,
-        shared_prefix: ArrayLike | PrefixGroups | None = None,
-        plan: PartitionPlan | None = None,
+        step: AttentionStep,
     ) -> tuple[C, jax.Array]:
         """As `jaxpaged.nnx.PagedAttention.__call__`."""
         s = self.settings
-        check_call(s, x, cache, slots, query_starts)
+        check_call(s, x, cache, step)
 
         def sharded(initializer: Callable[..., Any], *axes: str | None) -> Callable[..., Any]:
             return initializer if s.heads_axis is None else linen.with_partitioning(initializer, axes)
@@ -94,17 +84,11 @@ class PagedAttention(linen.Module):
             k,
             v,
             cache,
-            allocator,
-            slots,
-            query_starts,
-            positions,
+            step,
             norms=None if s.norm_epsilon is None else (norm("q_norm"), norm("k_norm")),
             sinks=self.param("sinks", sharded(zeros, s.heads_axis), (s.num_heads,), s.param_dtype)
             if s.use_sinks
             else None,
-            plan=plan,
-            tree_mask=tree_mask,
-            shared_prefix=shared_prefix,
         )
         if s.use_gate:
             out *= linen.sigmoid(to_heads("gate_proj", s.features))

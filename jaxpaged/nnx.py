@@ -8,15 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import ArrayLike
 
-from jaxpaged._allocator.block_allocator import BlockAllocator
-from jaxpaged._attention.shared_prefix import PrefixGroups
+from jaxpaged._attention.attention_step import AttentionStep
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._latent_modules import LatentSettings, check_latent_call, latent_attention
 from jaxpaged._modules import AttentionSettings, check_call, rotate_write_attend, sum_sharding
-from pallas_kernels.decode.partition_plan import PartitionPlan
 
 __all__ = ["LatentAttention", "PagedAttention", "replace"]
 
@@ -25,7 +22,7 @@ class PagedAttention(nnx.Module):
     """Causal self-attention whose keys and values live in a paged cache.
 
     It projects, normalises and rotates q and k, writes k and v into the cache, attends, and projects back. The cache
-    and the allocator are arguments, the new cache is a result: the module only holds weights.
+    and the step are arguments, the new cache is a result: the module only holds weights.
 
     Parameters, and biases if the settings ask for them:
 
@@ -55,7 +52,8 @@ class PagedAttention(nnx.Module):
         >>> cache = jaxpaged.KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=8)
         >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=1, max_blocks_per_seq=4)
         >>> allocator, slots, ok = allocator.append(jnp.array([5]), q_len=5)
-        >>> cache, out = attention(jnp.ones((1, 5, 32)), cache, allocator, slots)
+        >>> step = jaxpaged.AttentionStep.create(allocator, slots)
+        >>> cache, out = attention(jnp.ones((1, 5, 32)), cache, step)
         >>> out.shape
         (1, 5, 32)
     """
@@ -97,29 +95,15 @@ class PagedAttention(nnx.Module):
         self,
         x: jax.Array,
         cache: C,
-        allocator: BlockAllocator,
-        slots: jax.Array,
-        *,
-        query_starts: ArrayLike | None = None,
-        positions: ArrayLike | None = None,
-        tree_mask: ArrayLike | None = None,
-        shared_prefix: ArrayLike | PrefixGroups | None = None,
-        plan: PartitionPlan | None = None,
+        step: AttentionStep,
     ) -> tuple[C, jax.Array]:
-        """Attends from the newest tokens of each sequence.
+        """Attends from the tokens of a step.
 
         Args:
-            x: `[seqs, q_len, in_features]`, the newest q_len tokens of each sequence, the last one last. With
-                `query_starts` `[tokens, in_features]`, the newest tokens of each sequence one after the other.
+            x: `[..., in_features]`, in the layout of the step: `[seqs, in_features]` for one token of each sequence,
+                `[seqs, q_len, in_features]`, or packed `[tokens, in_features]`.
             cache: this layer's, of any dtype, or `CacheLayer(stack, i)`.
-            allocator: after the `append` that made room for these tokens. One `append` serves all layers.
-            slots: int32 `[seqs, q_len]`, which that `append` returned, or `[tokens]`, from `BlockAllocator.slots`. Rows
-                of padding have a slot outside the pool.
-            query_starts: int32 `[seqs + 1]`, as in `jaxpaged.paged_attention`: where each sequence's tokens begin in x.
-            positions: int32, one a token, for the rotary embedding; None: the order of the tokens. For a tree,
-                each token's depth plus the length of the history.
-            tree_mask: as in `jaxpaged.paged_attention`, like `shared_prefix`.
-            plan: from `jaxpaged.plan_partitions`, one for all layers, if the settings have no `num_partitions`.
+            step: the `AttentionStep`, of all layers, or `step.group(i)`.
 
         Returns:
             The new cache, in the form it came in, and the output, of x's shape.
@@ -127,7 +111,7 @@ class PagedAttention(nnx.Module):
         Raises:
             ValueError: shapes that do not fit.
         """
-        check_call(self.settings, x, cache, slots, query_starts)
+        check_call(self.settings, x, cache, step)
         if self.settings.fused:
             q, k, v = self.settings.split(self.qkv_proj(x))
         else:
@@ -138,15 +122,9 @@ class PagedAttention(nnx.Module):
             k,
             v,
             cache,
-            allocator,
-            slots,
-            query_starts,
-            positions,
+            step,
             norms=None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm),
             sinks=None if self.sinks is None else self.sinks[...],
-            plan=plan,
-            tree_mask=tree_mask,
-            shared_prefix=shared_prefix,
         )
         if self.gate_proj is not None:
             out *= nnx.sigmoid(self.gate_proj(x))
@@ -172,8 +150,8 @@ class LatentAttention(nnx.Module):
 
     If a call has on average at least `settings.expanded_from` new tokens a sequence, these see each other through keys
     and values made for each head: fewer products, and memory for `2 * tokens * num_heads` of them in each layer. Older
-    tokens are attended to as above. So are all tokens in other calls, and with a window, a tree, a plan, a shared
-    prefix or a number of partitions.
+    tokens are attended to as above. So are all tokens in other calls, and with a window, a tree, groups of prefixes
+    or a number of partitions.
 
     The cache has `latent_dim + rotary_dim` numbers a token. One of 8 bits may have `latent_dim + 2 * rotary_dim`, and
     is more precise: see `jaxpaged.split_rotary`.
@@ -193,7 +171,8 @@ class LatentAttention(nnx.Module):
         >>> cache = jaxpaged.KVCache.create(**blocks, is_latent=True, num_kv_heads=1, head_dim=36, value_dim=32)
         >>> allocator = jaxpaged.BlockAllocator.create(**blocks, num_seqs=1, max_blocks_per_seq=4)
         >>> allocator, slots, ok = allocator.append(jnp.array([5]), q_len=5)
-        >>> cache, out = attention(jnp.ones((1, 5, 16)), cache, allocator, slots)
+        >>> step = jaxpaged.AttentionStep.create(allocator, slots)
+        >>> cache, out = attention(jnp.ones((1, 5, 16)), cache, step)
         >>> out.shape
         (1, 5, 16)
 
@@ -227,18 +206,11 @@ class LatentAttention(nnx.Module):
         self,
         x: jax.Array,
         cache: C,
-        allocator: BlockAllocator,
-        slots: jax.Array,
-        *,
-        query_starts: ArrayLike | None = None,
-        positions: ArrayLike | None = None,
-        tree_mask: ArrayLike | None = None,
-        shared_prefix: ArrayLike | None = None,
-        plan: PartitionPlan | None = None,
+        step: AttentionStep,
     ) -> tuple[C, jax.Array]:
         """As `PagedAttention.__call__`; the cache is a latent one, `KVCache.create(is_latent=True, ...)`."""
         s = self.settings
-        check_latent_call(s, x, cache, slots, query_starts)
+        check_latent_call(s, x, cache, step)
         q = self.q_proj(x) if s.query_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         latent, shared_key = jnp.split(self.kv_a_proj_with_mqa(x), [s.latent_dim], axis=-1)
         cache, out = latent_attention(
@@ -249,13 +221,7 @@ class LatentAttention(nnx.Module):
             self.k_b_proj.kernel[...],
             self.v_b_proj.kernel[...],
             cache,
-            allocator,
-            slots,
-            query_starts,
-            positions,
-            plan=plan,
-            tree_mask=tree_mask,
-            shared_prefix=shared_prefix,
+            step,
         )
         return cache, self.o_proj(out)
 

@@ -25,7 +25,7 @@ from jaxpaged import __version__, _device
 from jaxpaged._attention import kernel_cases
 from jaxpaged._attention.choose import Implementation
 from jaxpaged._attention.decide import keep_fault
-from jaxpaged._attention.public import paged_attention
+from jaxpaged._attention.public import paged_attention, planned_attention
 from pallas_kernels.decode import config as decode_config
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # of the calls that are timed, in bfloat16
@@ -115,7 +115,7 @@ def report(
 ) -> bool:
     """Prints the tables and the line to report; returns whether every result is right."""
     names = list(names)
-    attend: Any = functools.partial(paged_attention, implementation=implementation, return_lse=True)
+    attend: Any = functools.partial(planned_attention, implementation=implementation, return_lse=True)
     with ThreadPoolExecutor() as threads:  # nearly all of the time is compilation
         results = dict(zip(names, threads.map(lambda name: kernel_cases.check(name, attend), names), strict=True))
     print(f"| case | worst error of a row over its largest number, at most {kernel_cases.TOLERANCE} |\n|---|---|")

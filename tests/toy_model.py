@@ -34,19 +34,23 @@ def project(weights, tokens):
     return x, *jnp.split((x @ weights["qkv"]).reshape(len(tokens), 3 * HEADS, HEAD_DIM), 3, axis=1)
 
 
-def apply(weights, tokens, positions, cache, attend):
+def apply(weights, tokens, positions, cache, step):
     x, q, k, v = project(weights, tokens)
-    cache, out = attend(q, k, v, cache, rotary_frequencies=FREQUENCIES)
-    return cache, attend.newest(x + out.reshape(x.shape)) @ weights["head"]
+    cache, out = step.attend(q, k, v, cache, rotary_frequencies=FREQUENCIES)
+    return cache, x + out.reshape(x.shape)
 
 
-def apply_to_heads(weights, tokens, positions, cache, attend):
+def head(weights, hidden):
+    return hidden @ weights["head"]
+
+
+def apply_to_heads(weights, tokens, positions, cache, step):
     """`apply` on one of several devices: qkv [features, 3, heads, head_dim] and the cache hold its heads alone."""
     x = weights["embedding"][tokens]
     q, k, v = jnp.einsum("tf,fihd->ithd", x, weights["qkv"])
-    cache, out = attend(q, k, v, cache, rotary_frequencies=FREQUENCIES)
+    cache, out = step.attend(q, k, v, cache, rotary_frequencies=FREQUENCIES)
     out = jax.lax.all_gather(out, "heads", axis=1, tiled=True)
-    return cache, attend.newest(x + out.reshape(x.shape)) @ weights["head"]
+    return cache, x + out.reshape(x.shape)
 
 
 def weights_over_heads(mesh, seed=0):
@@ -136,7 +140,16 @@ def continuation_of(logits_of, prompt, params):
 
 
 def create_engine(
-    *, model=apply, weights=None, cache=None, num_blocks=BLOCKS + 1, device=None, shares=False, draft=None, **options
+    *,
+    model=apply,
+    head=head,
+    weights=None,
+    cache=None,
+    num_blocks=BLOCKS + 1,
+    device=None,
+    shares=False,
+    draft=None,
+    **options,
 ):
     """`shares`: with a prefix cache, shared blocks are read once as soon as there are any, as for larger ones on a GPU:
     two more kinds of steps to compile."""
@@ -150,7 +163,7 @@ def create_engine(
         weights, cache = jax.device_put((random_weights() if weights is None else weights, cache), device)
     least = mock.patch.object(program, "chosen_least_spared", return_value=1 if shares else None)
     with least, mock.patch.object(kinds, "SHARING_TOKENS", 0):
-        return Engine(model, weights, cache, draft=draft, options=EngineOptions(**sizes | options))
+        return Engine(model, weights, cache, head=head, draft=draft, options=EngineOptions(**sizes | options))
 
 
 def not_compiled():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, Unpack, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,69 +11,14 @@ from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.options import known_int
-from jaxpaged._attention.public import AttentionKeywords, paged_attention, whole_attention
+from jaxpaged._attention.public import planned_attention, whole_attention
 from jaxpaged._cache.kv_cache import KVCache, check_cache
 from jaxpaged._cache.layers import CacheLayer, pools_of
 from jaxpaged._debug import check_tables
 
 
-@overload
-def attend(
-    q: ArrayLike,
-    cache: KVCache | CacheLayer,
-    allocator: BlockAllocator,
-    *,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[AttentionKeywords],
-) -> jax.Array: ...
-
-
-@overload
-def attend(
-    q: ArrayLike,
-    cache: KVCache | CacheLayer,
-    allocator: BlockAllocator,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[AttentionKeywords],
-) -> tuple[jax.Array, jax.Array]: ...
-
-
-def attend(
-    q: ArrayLike,
-    cache: KVCache | CacheLayer,
-    allocator: BlockAllocator,
-    *,
-    return_lse: bool = False,
-    **options: Unpack[AttentionKeywords],
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`paged_attention` of `q` over a cache, with the cache's scales and the allocator's block tables and lengths.
-
-    Args:
-        q: `[seqs, heads, head_dim]`, `[seqs, q_len, heads, head_dim]`, or packed, with `query_starts`,
-            `[tokens, heads, head_dim]`.
-        cache: one layer's cache, or `CacheLayer(stack, i)`, after the write of q's tokens.
-        allocator: after the `append` that made room for them; with several groups `allocator.group(i)`, the layer's.
-        return_lse: also return the lse.
-        options: the others of `paged_attention`, except `k_scale`, `v_scale` and `latent_values`.
-
-    Returns:
-        As `paged_attention`.
-
-    Raises:
-        ValueError: as `paged_attention`; a cache with other blocks than the allocator's; all of several groups, or a
-            `sliding_window` wider than the group's.
-        NotImplementedError: as `paged_attention`.
-
-    Example:
-        >>> import jax.numpy as jnp, jaxpaged
-        >>> cache = jaxpaged.KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64, dtype="int8")
-        >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=1, max_blocks_per_seq=4)
-        >>> allocator, slots, ok = allocator.append(jnp.array([1]))
-        >>> cache = jaxpaged.write_kv(cache, jnp.ones((1, 2, 64)), jnp.ones((1, 2, 64)), slots[:, 0])
-        >>> jaxpaged.attend(jnp.ones((1, 4, 64), jnp.bfloat16), cache, allocator).shape
-        (1, 4, 64)
-    """
+def attend(q: jax.Array, cache: KVCache | CacheLayer, allocator: BlockAllocator, **options: Any) -> jax.Array:
+    """`planned_attention` of `q` over a cache, with the cache's scales and the allocator's block tables and lengths."""
     _check_blocks(pools_of(cache), allocator)
     _check_group(allocator, options.get("sliding_window"))
     if options.get("query_starts") is None and jnp.ndim(q) == 4 and jnp.shape(q)[1] > 1:
@@ -82,8 +27,7 @@ def attend(
         _check_layer(cache, q, allocator, options)
     pool, block_tables = _pool_and_tables(cache, allocator)
     options |= dict(k_scale=pool.k_scale, v_scale=pool.v_scale, latent_values=pool.latent_values)
-    arrays = q, pool.k, pool.v, block_tables, allocator.lengths
-    return paged_attention(*arrays, return_lse=True, **options) if return_lse else paged_attention(*arrays, **options)
+    return planned_attention(q, pool.k, pool.v, block_tables, allocator.lengths, **options)
 
 
 def attend_to_history(
@@ -128,9 +72,7 @@ def _check_blocks(cache: KVCache, allocator: BlockAllocator) -> None:
 
 def _check_group(allocator: BlockAllocator, window: ArrayLike | None) -> None:
     if allocator.num_groups > 1:
-        raise ValueError(
-            f"the allocator has {allocator.num_groups} groups; pass allocator.group(i), the group of the layer."
-        )
+        raise ValueError(f"the allocator has {allocator.num_groups} groups; take the step of one with step.group(i).")
     passed = allocator.windows[0]
     if passed is not None and (window is None or (known_int(window) or 0) > passed):
         raise ValueError(
@@ -139,7 +81,7 @@ def _check_group(allocator: BlockAllocator, window: ArrayLike | None) -> None:
         )
 
 
-def _check_layer(cache: CacheLayer, q: ArrayLike, allocator: BlockAllocator, options: AttentionKeywords) -> None:
+def _check_layer(cache: CacheLayer, q: ArrayLike, allocator: BlockAllocator, options: Any) -> None:
     """For `debug_checks`: `paged_attention` gets the ids in the stack, and cannot tell the ids of other layers."""
     starts, window = options.get("query_starts"), options.get("sliding_window")
     num_new = jnp.diff(jnp.asarray(starts)) if starts is not None else jnp.shape(q)[1] if jnp.ndim(q) == 4 else 1

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged._attention.plan import plan_partitions
+from jaxpaged._attention.plan import make_plan
 from jaxpaged._attention.reference import paged_attention_reference
 from jaxpaged._attention.tree import tree_mask
 
@@ -111,7 +111,7 @@ def make_case(
     )
     how: dict[str, Any] = {} if num_partitions is None else dict(num_partitions=num_partitions)
     if with_plan:
-        how["plan"] = plan_partitions(arrays[-1], num_kv_heads=kv_heads, q_len=q_len)
+        how["plan"] = make_plan(arrays[-1], num_kv_heads=kv_heads, q_len=q_len)
     return Case(arrays, options, how, latent_values)
 
 

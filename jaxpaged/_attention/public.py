@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxpaged._attention.call import Call, CallKeywords, check_call
 from jaxpaged._attention.choose import Implementation, Known
 from jaxpaged._attention.options import known_int
-from jaxpaged._attention.plan import check_partitions, check_plan
+from jaxpaged._attention.plan import check_partitions
 from jaxpaged._attention.run import attend
 from jaxpaged._attention.shared_prefix import PrefixGroups
 from jaxpaged._on_shards import on_shards
@@ -36,7 +36,6 @@ class AttentionKeywords(CallKeywords, total=False):
 
     shared_prefix: ArrayLike | PrefixGroups | None
     num_partitions: int | None
-    plan: PartitionPlan | None
     implementation: Implementation | None
 
 
@@ -66,7 +65,6 @@ def paged_attention(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
-@on_shards
 def paged_attention(
     q: ArrayLike,
     k_cache: ArrayLike,
@@ -86,7 +84,6 @@ def paged_attention(
     shared_prefix: ArrayLike | PrefixGroups | None = None,
     latent_values: int | None = None,
     num_partitions: int | None = None,
-    plan: PartitionPlan | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -149,9 +146,6 @@ def paged_attention(
         num_partitions: into how many parts each sequence is cut; they are computed side by side and then merged. With
             a number, a sequence's output does not depend on its batch neighbours. None: 1 on a CPU; on a GPU enough to
             fill it, or a plan if some sequences may be much longer than others.
-        plan: from `plan_partitions`, instead of a number: partitions by the true lengths, for batches in which a few
-            sequences are much longer than the others. "xla" ignores it, and so do calls under `vmap`, of a single
-            sequence, of a latent cache, and calls whose partials would take more than 128 MiB.
         return_lse: also return the lse.
         implementation: "mosaic_gpu", kernels for NVIDIA GPUs, with q in bfloat16 or float16 and a cache in q's dtype or
             of 8 bits; "xla", anything anywhere; None: "mosaic_gpu" if JAX's default device is an NVIDIA GPU since
@@ -182,8 +176,12 @@ def paged_attention(
         (https://arxiv.org/abs/2309.06180). Milakov and Gimelshein, Online normalizer calculation for softmax, 2018
         (https://arxiv.org/abs/1805.02867).
     """
-    call, known = check(
-        (q, k_cache, v_cache, block_tables, lengths),
+    return planned_attention(
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        lengths,
         query_starts=query_starts,
         scale=scale,
         sliding_window=sliding_window,
@@ -193,13 +191,39 @@ def paged_attention(
         k_scale=k_scale,
         v_scale=v_scale,
         tree_mask=tree_mask,
+        shared_prefix=shared_prefix,
         latent_values=latent_values,
+        num_partitions=num_partitions,
+        return_lse=return_lse,
+        implementation=implementation,
+    )
+
+
+@on_shards
+def planned_attention(
+    q: ArrayLike,
+    k_cache: ArrayLike,
+    v_cache: ArrayLike | None,
+    block_tables: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    plan: PartitionPlan | None = None,
+    shared_prefix: ArrayLike | PrefixGroups | None = None,
+    num_partitions: int | None = None,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+    **options: Unpack[CallKeywords],
+) -> Any:
+    """`paged_attention` by the partition plan of a step; None: it makes its own if that pays."""
+    call, known = check(
+        (q, k_cache, v_cache, block_tables, lengths),
         num_partitions=num_partitions,
         plan=plan,
         implementation=implementation,
+        **options,
     )
     out, lse = attend(call, known, plan, shared_prefix)
-    if query_starts is None and jnp.ndim(q) == 3:
+    if options.get("query_starts") is None and jnp.ndim(q) == 3:
         out, lse = out[:, 0], lse[:, 0]
     return (out, lse) if return_lse else out
 
@@ -244,8 +268,6 @@ def check(
         raise ValueError(f'implementation must be None, "mosaic_gpu" or "xla"; got {implementation=}.')
     num_partitions = check_partitions(num_partitions)
     call = check_call(*arrays, **options)
-    if plan is not None:
-        check_plan(plan, call, num_partitions)
     known = Known(
         num_partitions=num_partitions,
         window=known_int(options.get("sliding_window")),

@@ -19,8 +19,10 @@ from jaxpaged._attention.call import Call
 from jaxpaged._attention.runs import owners
 from jaxpaged._integers import as_int32
 from jaxpaged._one_program import one_program
+from jaxpaged._public_state import public_state
 
 
+@public_state
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrefixGroups:

@@ -250,11 +250,11 @@ class Books:
     def take_tokens(self, report: Report, version: int) -> dict[str, Any]:
         """What the slice generated and scored, and which rows ended. Returns how many tokens, by the stats' names."""
         num_generated = num_scored = 0
-        for place, tokens, logprobs, likely in new_tokens(report):
+        for place, tokens, logprobs, likely, aux in new_tokens(report):
             row = self.on_device[place]
             if row.given is not None:
                 continue
-            row.take_tokens(tokens, logprobs, likely, version)
+            row.take_tokens(tokens, logprobs, likely, aux, version)
             if report.num_cached is not None:
                 row.num_cached = int(report.num_cached[place])
             self._tell(row)

@@ -22,8 +22,8 @@ from jaxpaged._scheduler.arrays import per_seat, rows_of
 from jaxpaged._scheduler.records import Step
 from jaxpaged._scheduler.scheduler import Scheduler
 
-# Weights, the known tokens int32 [seats, max_model_len] of each seat, how many they are, int32 [seats], and, if the
-# engine keeps them, hidden states [seats, ...]: drafts, int32 [seats, drafts]; -1: none.
+# Weights, the known tokens int32 [seats, max_model_len] of each seat, how many they are, int32 [seats], and hidden
+# states, each leaf [seats, ...]: drafts, int32 [seats, drafts]; -1: none.
 Draft = Callable[..., jax.Array]
 
 LEAST_SUFFIX, MOST_SUFFIX = 2, 8  # tokens that must occur again, and those that are compared
@@ -43,7 +43,8 @@ class Drafting:
         priors: float32 `[seats]`, how likely a guess is to be right if nothing else is known.
         hits: float32 `[requests]`, drafts that were right, those long ago for less.
         tries: float32 `[requests]`, with those that were wrong.
-        hidden: `[seats, ...]`, what the model returned for the token before each seat's newest. None: it is not kept.
+        hidden: each leaf `[seats, ...]`, what the model returned for the token before each seat's newest. None: it is
+            not kept.
         owners: int32 `[seats]`, the request that each hidden state is of; -1: none.
         num_drafted: int32 `[]`, so far, modulo 2^32.
         num_accepted: int32 `[]`, of these.
@@ -54,23 +55,21 @@ class Drafting:
     priors: jax.Array
     hits: jax.Array
     tries: jax.Array
-    hidden: jax.Array | None
+    hidden: Any
     owners: jax.Array
     num_drafted: jax.Array
     num_accepted: jax.Array
 
     @classmethod
-    def create(
-        cls, num_seats: int, num_drafts: int, max_requests: int, hidden: jax.ShapeDtypeStruct | None = None
-    ) -> Drafting:
-        """`hidden`: a token's, to be kept."""
+    def create(cls, num_seats: int, num_drafts: int, max_requests: int, hidden: Any = None) -> Drafting:
+        """`hidden`: the types of a token's, to be kept."""
         return cls(
             guesses=jnp.full((num_seats, num_drafts), -1, jnp.int32),
             families=jnp.full(max_requests, -1, jnp.int32),
             priors=jnp.full(num_seats, PRIOR, jnp.float32),
             hits=jnp.zeros(max_requests, jnp.float32),
             tries=jnp.zeros(max_requests, jnp.float32),
-            hidden=None if hidden is None else jnp.zeros((num_seats, *hidden.shape), hidden.dtype),
+            hidden=jax.tree.map(lambda x: jnp.zeros((num_seats, *x.shape), x.dtype), hidden),
             owners=jnp.full(num_seats, -1, jnp.int32),
             num_drafted=jnp.zeros((), jnp.int32),
             num_accepted=jnp.zeros((), jnp.int32),
@@ -152,19 +151,25 @@ class Drafting:
             num_accepted=self.num_accepted + num_accepted.sum(dtype=jnp.int32),
         )
 
-    def with_hidden(self, hidden: jax.Array | None, step: Step, num_new: jax.Array, *, is_mixed: bool) -> Drafting:
-        """After a step whose tokens have these hidden states, `[tokens, ...]`; None: they are not kept."""
-        if self.hidden is None or hidden is None:
+    def with_hidden(self, hidden: Any, step: Step, num_new: jax.Array, *, is_mixed: bool) -> Drafting:
+        """After a step whose tokens have these hidden states, each leaf `[tokens, ...]`."""
+        if self.hidden is None:
             return self
         # Who has left a seat may get tokens in another, and come back.
         owners = jnp.where(self.owners == step.request_ids, self.owners, -1)
         owners = jnp.where(num_new > 0, step.request_ids, owners)
-        if not is_mixed:
-            kept = self.hidden.at[step.seats].set(hidden, mode="drop")
-            return dataclasses.replace(self, hidden=kept, owners=owners)
         rows = step.last - step.num_drafts + jnp.maximum(num_new - 1, 0)  # which the newest token was drawn from
-        is_new = (num_new > 0).reshape(-1, *[1] * (hidden.ndim - 1))
-        return dataclasses.replace(self, hidden=jnp.where(is_new, hidden[rows], self.hidden), owners=owners)
+
+        def newest(old: jax.Array, new: jax.Array) -> jax.Array:
+            if not is_mixed:
+                return old.at[step.seats].set(new, mode="drop")
+            return jnp.where(_of_seats(num_new > 0, old), new[rows], old)
+
+        return dataclasses.replace(self, hidden=jax.tree.map(newest, self.hidden, hidden), owners=owners)
+
+
+def _of_seats(flags: jax.Array, like: jax.Array) -> jax.Array:
+    return flags.reshape(-1, *[1] * (like.ndim - 1))
 
 
 def known_tokens(scheduler: Scheduler) -> jax.Array:
@@ -205,11 +210,9 @@ def repeated(
 def drafted(draft: Draft, weights: Any, scheduler: Scheduler, drafting: Drafting) -> jax.Array:
     """A caller's drafts, where there are guesses."""
     guesses = drafting.guesses
-    known: list[jax.Array] = [known_tokens(scheduler), per_seat(scheduler, scheduler.num_known)]
-    if drafting.hidden is not None:
-        is_own = (drafting.owners == scheduler.seated).reshape(-1, *[1] * (drafting.hidden.ndim - 1))
-        known.append(jnp.where(is_own, drafting.hidden, jnp.zeros_like(drafting.hidden)))
-    drafts = draft(weights, *known)
+    is_own = drafting.owners == scheduler.seated
+    hidden = jax.tree.map(lambda x: jnp.where(_of_seats(is_own, x), x, jnp.zeros_like(x)), drafting.hidden)
+    drafts = draft(weights, known_tokens(scheduler), per_seat(scheduler, scheduler.num_known), hidden)
     if not isinstance(drafts, jax.Array) or drafts.shape != guesses.shape or drafts.dtype != jnp.int32:
         received = f"{drafts.dtype} {list(drafts.shape)}" if isinstance(drafts, jax.Array) else type(drafts).__name__
         raise ValueError(
@@ -219,11 +222,9 @@ def drafted(draft: Draft, weights: Any, scheduler: Scheduler, drafting: Drafting
 
 
 def check_draft(draft: Draft | None, options: EngineOptions) -> None:
-    num_speculative_tokens, hidden = options.num_speculative_tokens, options.hidden
+    num_speculative_tokens = options.num_speculative_tokens
     if draft is not None and not (callable(draft) and num_speculative_tokens):
         raise ValueError(
             "draft must be a function, and goes with num_speculative_tokens of at least 1; got "
             f"{draft=}, {num_speculative_tokens=}."
         )
-    if hidden is not None and draft is None:
-        raise ValueError(f"hidden goes with draft; got {hidden=}, {draft=}.")

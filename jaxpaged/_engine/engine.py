@@ -18,10 +18,10 @@ from jaxpaged._engine.inputs import bytes_on_a_device, own
 from jaxpaged._engine.options import EngineOptions
 from jaxpaged._engine.progress_bar import ProgressBar
 from jaxpaged._engine.records import EngineStats, RequestOutput, SamplingParams, Score
-from jaxpaged._engine.requests import checked_prompt, checked_request, params_for_each
+from jaxpaged._engine.requests import check_vocabulary, checked_prompt, checked_request, params_for_each
 from jaxpaged._engine.rollouts import Collector, Rollout
 from jaxpaged._engine.runner import Runner
-from jaxpaged._engine.slices import Apply
+from jaxpaged._engine.slices import Apply, ApplyHead
 
 DEFAULTS = EngineOptions()
 
@@ -36,21 +36,26 @@ class Engine:
     An engine is not thread-safe.
 
     Args:
-        apply: the model over packed tokens, `caches, logits = apply(weights, tokens, positions, caches, attend)`.
-            `tokens` and `positions` are int32 `[tokens]`. In each layer, `cache, out = attend(q, k, v, cache)` writes
-            to the cache and attends (`StepAttention`). Before the head, `attend.newest(x)` picks the newest token of
-            each sequence, `[seqs, ...]` from x `[tokens, ...]`, or those to score: the logits are `[attend.num_newest,
-            vocab]`. `apply` is traced for each of `widths`, for `max_num_seqs` and for `max_num_seqs + chunk_tokens`
-            tokens. Apart from `attend`, it must treat tokens one by one, so that padding disturbs nothing.
+        apply: the model over packed tokens, `caches, hidden = apply(weights, tokens, positions, caches, step)`.
+            `tokens` and `positions` are int32 `[tokens]`. In each layer, `cache, out = step.attend(q, k, v, cache)`
+            writes to the cache and attends (`AttentionStep`). `hidden` is what the head needs: an array `[tokens, ...]`
+            or a pytree of arrays. `apply` may return `(caches, hidden, aux)`, with small arrays `[tokens, ...]` of 32
+            bits or bool that come back with the tokens (`Completion.aux`). It is traced once for each number of tokens:
+            each of `widths`, `max_num_seqs`, and `max_num_seqs + chunk_tokens`. Apart from `step.attend`, it must treat
+            tokens one by one, so that padding disturbs nothing.
         weights: a pytree of arrays, passed to `apply`.
         caches: a pytree of `KVCache`s with the same number of blocks and the same block size. They are donated: do not
             use them afterwards. If they lie on several devices, each device runs `apply` inside `jax.shard_map` on
             its part of weights and caches (`docs/several_gpus.md`).
-        draft: a function that drafts, `drafts = draft(weights, tokens, lengths)`, traced into the program: `tokens` are
-            int32 `[max_num_seqs, max_model_len]`, of which each running request knows the first `lengths`, int32
-            `[max_num_seqs]`. Returns int32 `[max_num_seqs, num_speculative_tokens]`; the first -1 ends a request's
-            drafts. None: what followed when the newest tokens of a request occurred before, in it or in another of its
-            completions.
+        head: `logits = head(weights, hidden)`, `[rows, vocab]`, of those rows of `hidden` whose next tokens are drawn
+            or scored. None: `apply` returns the logits of every token in place of `hidden`, which takes much memory if
+            the vocabulary is large.
+        draft: a function that drafts, `drafts = draft(weights, tokens, lengths, hidden)`, traced into the program:
+            `tokens` are int32 `[max_num_seqs, max_model_len]`, of which each running request knows the first `lengths`,
+            int32 `[max_num_seqs]`. `hidden` is that of the token before the newest one, from which the newest was
+            drawn, each leaf `[max_num_seqs, ...]`. Returns int32 `[max_num_seqs, num_speculative_tokens]`; the first -1
+            ends a request's drafts. None: what followed when the newest tokens of a request occurred before, in it or
+            in another of its completions.
         options: sizes and features. By default the engine chooses its sizes.
 
     Raises:
@@ -67,6 +72,7 @@ class Engine:
         weights: Any,
         caches: Any,
         *,
+        head: ApplyHead | None,
         draft: Draft | None = None,
         options: EngineOptions = DEFAULTS,
     ):
@@ -78,7 +84,7 @@ class Engine:
         check_new_gpu()
         self._options = resolved
         self._books = Books(max_requests=resolved.max_requests, seed=resolved.seed, num_adapters=resolved.num_adapters)
-        self._runner = Runner(apply, weights, caches, draft, resolved, self._books)
+        self._runner = Runner(apply, head, weights, caches, draft, resolved, self._books)
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -209,6 +215,8 @@ class Engine:
         if len(prompts) != len(tokens):
             raise ValueError(f"pass tokens for each prompt; got {len(prompts)=}, {len(tokens)=}.")
         given = [checked_prompt(of_one, "tokens to score") for of_one in tokens]
+        for of_one in given:
+            check_vocabulary(of_one, self._options)
         known = [np.append(checked_prompt(prompt), more) for prompt, more in zip(prompts, given, strict=True)]
         params = SamplingParams(max_tokens=1, temperature=0, top_logprobs=top_logprobs, adapter=adapter)
         with self._serving([of_one[:-1].tolist() for of_one in known], params, given=given) as request_ids:
@@ -219,8 +227,6 @@ class Engine:
 
     def add_request(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Adds a request and returns its id. It starts with the next slice that has room.
-
-        Token ids past the end of the vocabulary are not refused: only the model knows where it ends.
 
         Raises:
             ValueError: the request can never be served; the message says why.

@@ -15,7 +15,7 @@ from jaxpaged._engine.engine import DEFAULTS, Engine
 from jaxpaged._engine.options import EngineOptions
 from jaxpaged._engine.records import RequestOutput, SamplingParams
 from jaxpaged._engine.requests import checked_prompt, params_for_each
-from jaxpaged._engine.slices import Apply
+from jaxpaged._engine.slices import Apply, ApplyHead
 from jaxpaged._integers import checked_size
 
 MOST_AT_ONCE, MOST_CHUNK_TOKENS = 64, 256
@@ -27,6 +27,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams],
     *,
+    head: ApplyHead | None,
     num_layers: int,
     num_kv_heads: int,
     head_dim: int,
@@ -42,11 +43,12 @@ def generate(
     64. Each call compiles an engine of its own. To call it again or to change the weights, make an `Engine` yourself.
 
     Args:
-        apply: the model, `caches, logits = apply(weights, tokens, positions, caches, attend)`, as `Engine` takes it.
+        apply: the model, `caches, hidden = apply(weights, tokens, positions, caches, step)`, as `Engine` takes it.
             `caches` is a tuple of one `KVCache` a layer.
         weights: a pytree of arrays, passed to `apply`.
         prompts: the token ids of each prompt.
         params: one for all prompts, or one for each.
+        head: `logits = head(weights, hidden)`, as `Engine` takes it; None: `apply` returns logits.
         num_layers: layers with a cache.
         num_kv_heads: KV heads of a layer.
         head_dim: size of a head.
@@ -67,13 +69,15 @@ def generate(
     Example:
         >>> import jax, jax.numpy as jnp, jaxpaged
         >>> embedding = jax.random.normal(jax.random.key(0), (50, 2, 32))  # a vocabulary of 50, two heads
-        >>> def apply(weights, tokens, positions, caches, attend):
+        >>> def apply(weights, tokens, positions, caches, step):
         ...     x = weights[tokens]
-        ...     cache, out = attend(x, x, x, caches[0])
-        ...     return (cache,), jnp.einsum("shd,vhd->sv", attend.newest(x + out), weights)
+        ...     cache, out = step.attend(x, x, x, caches[0])
+        ...     return (cache,), x + out
+        >>> def head(weights, hidden):
+        ...     return jnp.einsum("shd,vhd->sv", hidden, weights)
         >>> params = jaxpaged.SamplingParams(max_tokens=4, temperature=0, stop_token_ids=(7,))
         >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=32, dtype="float32")
-        >>> [output] = jaxpaged.generate(apply, embedding, [[3, 1, 4]], params, **sizes)
+        >>> [output] = jaxpaged.generate(apply, embedding, [[3, 1, 4]], params, head=head, **sizes)
         >>> len(output.outputs[0].token_ids)
         4
     """
@@ -106,4 +110,5 @@ def generate(
         )
         for _ in range(num_layers)
     )
-    return Engine(apply, weights, caches, draft=draft, options=options).generate(prompts, each, progress=progress)
+    engine = Engine(apply, weights, caches, head=head, draft=draft, options=options)
+    return engine.generate(prompts, each, progress=progress)

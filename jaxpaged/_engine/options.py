@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxpaged._allocator.state import checked_windows
@@ -14,7 +13,9 @@ from jaxpaged._integers import checked_size, checked_tuple
 from jaxpaged._scheduler.records import MOST_ADAPTERS
 
 LEAST = {  # of the fields that are ints; None is for the engine to choose
-    **dict.fromkeys(("max_num_seqs", "max_model_len", "chunk_tokens", "max_requests", "steps_per_slice"), 1),
+    **dict.fromkeys(
+        ("vocab_size", "max_num_seqs", "max_model_len", "chunk_tokens", "max_requests", "steps_per_slice"), 1
+    ),
     **dict.fromkeys(("num_stop_ids", "num_adapters", "num_speculative_tokens", "max_logprobs", "seed"), 0),
 }
 MAY_BE_NONE = {name for name, least in LEAST.items() if least}
@@ -25,6 +26,8 @@ class EngineOptions:
     """The sizes and features of an `Engine`. `Engine.stats()` returns the sizes that it chose for those left at None.
 
     Attributes:
+        vocab_size: the width of the logits, and the end of the token ids that requests may have. None: neither is
+            checked.
         max_num_seqs: the most requests that run at once. None: chosen, as the next three (`docs/engine.md` says how).
         max_model_len: the most tokens of a request, prompt and new ones together.
         chunk_tokens: the most prompt tokens that a step computes, with one token of each running request. More make
@@ -36,20 +39,15 @@ class EngineOptions:
             None: the number that reads 12 GB of weights, on a CPU 0.8 GB, at most 16.
         num_stop_ids: the most stop tokens of a request.
         num_adapters: the number of adapters of the model, which requests name from 0 on. `apply` finds the adapter of
-            each token in `attend.adapters` (`docs/engine.md`).
+            each token in `step.adapters` (`docs/engine.md`).
         windows: the window of each group of layers, or None, as in `BlockAllocator.create`. With several groups there
-            is one cache for each layer of a group, which its counterparts in the other groups share, and `attend` gets
-            the `group` of each layer (`layer_groups`).
+            is one cache for each layer of a group, which its counterparts in the other groups share, and each layer
+            attends with `step.group(i)` of its group (`layer_groups`).
         prefix_cache: share the blocks of requests that begin alike, instead of computing each.
         host_cache_bytes: host memory for blocks of the prefix cache, which come back once the pool has lost them. Needs
             `prefix_cache`, and one group of layers without a window. None: none.
         num_speculative_tokens: the most drafts of a request, guesses of its next tokens, that a step computes with its
-            newest token; 0: none. The tokens are the same as without. Steps with drafts trace `apply` once more, and
-            `attend.newest(x)` then returns all of x.
-        hidden: the shape and dtype of a token's hidden state, for a `draft` that is a head on the model. `apply` then
-            returns `(caches, logits, hidden)`, the last `[tokens, *hidden.shape]`, and the engine calls `draft(weights,
-            tokens, lengths, hidden)` with `[max_num_seqs, *hidden.shape]`: the state of the token before each request's
-            newest one, from which the newest was drawn. None: there is none.
+            newest token; 0: none. The tokens are the same as without. The head is then applied to each row of a step.
         batch_invariant: make the logprobs of a request the same to the last bit whatever shares its steps. Every step
             then has `max_num_seqs + chunk_tokens` rows, and attention one partition (`docs/engine.md` has the cost).
         processed_logprobs: return the logprobs of new tokens under the distribution that they are drawn from, after
@@ -64,6 +62,7 @@ class EngineOptions:
         ValueError: an option of the wrong type, or a size that is too small.
     """
 
+    vocab_size: int | None = None
     max_num_seqs: int | None = None
     max_model_len: int | None = None
     chunk_tokens: int | None = None
@@ -76,7 +75,6 @@ class EngineOptions:
     prefix_cache: bool = False
     host_cache_bytes: int | None = None
     num_speculative_tokens: int = 0
-    hidden: jax.ShapeDtypeStruct | None = None
     batch_invariant: bool = False
     processed_logprobs: bool = False
     max_logprobs: int = 0
@@ -95,8 +93,6 @@ class EngineOptions:
             if not isinstance(value := getattr(self, name), bool | np.bool_):
                 raise ValueError(f"{name} must be True or False; got {name}={value!r}.")
             checked[name] = bool(value)
-        if not isinstance(self.hidden, jax.ShapeDtypeStruct | None):
-            raise ValueError(f"hidden must be a jax.ShapeDtypeStruct; got hidden={self.hidden!r}.")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 

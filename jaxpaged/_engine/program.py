@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,21 +11,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+from jaxpaged import _device
 from jaxpaged._engine.defaults import chosen_least_spared, step_cost
 from jaxpaged._engine.drafting import Draft
 from jaxpaged._engine.inputs import bytes_on_a_device, caches_in
 from jaxpaged._engine.kinds import Kind, make_kinds
-from jaxpaged._engine.on_mesh import on_each_device, whole_beside
+from jaxpaged._engine.on_mesh import on_each_device, replicate, whole_beside
 from jaxpaged._engine.options import ResolvedOptions
 from jaxpaged._engine.packing import num_words, pack
 from jaxpaged._engine.requests import make_inbox
 from jaxpaged._engine.room import keep_room
-from jaxpaged._engine.slices import Apply, Setup, run_packed, tell
+from jaxpaged._engine.slices import Apply, ApplyHead, Setup, apply_model, model_outputs, run_packed, tell
 from jaxpaged._engine.state import Inbox, Report, State
 from jaxpaged._memory import MORE_MEMORY, check_memory
 
 COPIES = 1.5  # memory to compile, over the largest array of the weights: 1.6 GB for 1.05 on an H100
+MOST_LOGITS = 0.05  # of a GPU's memory, for the logits of an engine without a head
 MOST_CROSSING = 4  # inboxes on the device at once, and reports: of slices that run, wait or are read
 
 
@@ -50,8 +54,16 @@ class Program:
     kept: list[jax.Array]
 
 
-def first_state(caches: Any, options: ResolvedOptions) -> tuple[tuple[Kind, ...], State]:
-    """The kinds of steps, and a state without requests."""
+def first_state(
+    apply: Apply,
+    head: ApplyHead | None,
+    weights: Any,
+    caches: Any,
+    draft: Draft | None,
+    mesh: Mesh | None,
+    options: ResolvedOptions,
+) -> tuple[Setup, Any, State]:
+    """What slices have in common, the weights on the mesh of the caches, and a state without requests."""
     shares = options.prefix_cache and not options.batch_invariant and options.windows == (None,)
     kinds = make_kinds(
         options.max_num_seqs,
@@ -61,7 +73,54 @@ def first_state(caches: Any, options: ResolvedOptions) -> tuple[tuple[Kind, ...]
         least_spared=chosen_least_spared(caches) if shares else None,
         cost=functools.partial(step_cost, is_gpu=options.is_gpu) if options.num_speculative_tokens else None,
     )
-    return kinds, State.create(caches, kinds, options)
+    setup = Setup(
+        jax.jit(functools.partial(apply_model, apply), inline=True),
+        None if head is None else jax.jit(head, inline=True),
+        kinds,
+        options,
+        draft,
+        # A batch-invariant engine has the rows anyway.
+        row_cost=math.inf if options.batch_invariant else step_cost(0, is_gpu=options.is_gpu),
+    )
+    state = State.create(caches, kinds, options)
+    if mesh is not None:
+        weights, state = replicate(mesh, (weights, state))
+    hidden, aux = output_types(setup, weights, state, mesh)
+    if head is None:
+        warn_of_logits(kinds, hidden)
+    setup = dataclasses.replace(setup, aux=aux)
+    state = state.with_outputs(kinds, options, hidden=None if draft is None else hidden, aux=aux)
+    return setup, weights, state if mesh is None else replicate(mesh, state)
+
+
+def output_types(setup: Setup, weights: Any, state: State, mesh: Mesh | None) -> tuple[Any, Any]:
+    """Of a token, what `apply` returns beside the caches: shapes and dtypes. Raises `ValueError` for other dtypes of
+    `aux` than those of 32 bits and bool."""
+    function: Any = functools.partial(model_outputs, setup)
+    if mesh is not None:
+        of_arguments = jax.tree.map(lambda x: x.sharding.spec, (weights, state))
+        function = jax.shard_map(function, mesh=mesh, in_specs=of_arguments, out_specs=P(), check_vma=False)
+    outputs = jax.eval_shape(function, weights, state)
+    hidden, aux = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), outputs)
+    for path, leaf in jax.tree.leaves_with_path(aux):
+        if leaf.dtype != jnp.bool_ and leaf.dtype.itemsize != 4:
+            raise ValueError(
+                f"aux must be of 32 bits or bool; got {leaf.dtype} at {jax.tree_util.keystr(path) or 'its root'}. "
+                "Convert it in apply, for instance with .astype(jnp.float32)."
+            )
+    return hidden, aux
+
+
+def warn_of_logits(kinds: tuple[Kind, ...], logits: Any) -> None:
+    """Warns of an engine without a head whose logits, for each token of a step, need much memory."""
+    memory = _device.memory()
+    most = kinds[-1].width * sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(logits))
+    if memory is not None and most > MOST_LOGITS * memory[1]:
+        warnings.warn(
+            f"without a head, apply makes logits for each token of a step: up to {most / 1e9:.1f} GB of the "
+            f"{memory[1] / 1e9:.1f} GB of this GPU. Pass head=, and return hidden states.",
+            stacklevel=4,
+        )
 
 
 def compile_in_memory(lowered: Any, weights: Any, caches: Any) -> Any:
@@ -83,27 +142,11 @@ def compile_in_memory(lowered: Any, weights: Any, caches: Any) -> Any:
     return compiled
 
 
-def compile_program(
-    apply: Apply,
-    draft: Draft | None,
-    weights: Any,
-    state: State,
-    kinds: tuple[Kind, ...],
-    mesh: Mesh | None,
-    options: ResolvedOptions,
-) -> Program:
+def compile_program(setup: Setup, weights: Any, state: State, mesh: Mesh | None, options: ResolvedOptions) -> Program:
     """For weights and a state that lie as these do."""
     inbox_of = functools.partial(make_inbox, options)
     forgets = np.zeros(1 + options.num_adapters, np.bool_)
     no_news = inbox_of([], [], wants_logprobs=False, num_steps=0, forgets=forgets)
-    setup = Setup(
-        apply,
-        kinds,
-        options,
-        draft,
-        # A batch-invariant engine has the rows anyway.
-        row_cost=math.inf if options.batch_invariant else step_cost(0, is_gpu=options.is_gpu),
-    )
     function: Any = functools.partial(run_packed, setup, no_news)
     if mesh is not None:
         function = on_each_device(mesh, function, weights, state)

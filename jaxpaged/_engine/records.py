@@ -98,6 +98,8 @@ class Completion:
         weight_versions: how often `Engine.update_weights` had been called when each token was made.
         top_logprobs: beside each, the log probabilities of the most likely tokens by token, the most likely first;
             None if the request did not ask for them.
+        aux: what `apply` returned as `aux` for the token that each was drawn from: each leaf a NumPy array `[tokens,
+            ...]`. None if it returns none, or there are no tokens.
     """
 
     token_ids: list[int]
@@ -106,6 +108,7 @@ class Completion:
     # Equal tokens are equal completions.
     weight_versions: list[int] = dataclasses.field(default_factory=list, compare=False)
     top_logprobs: list[dict[int, float]] | None = None
+    aux: Any = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,6 +49,7 @@ class Row:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
+    aux: list[Any] = dataclasses.field(default_factory=list)  # of each slice that brought tokens
     weight_versions: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     # Of the host tier: the keys of its blocks, with the salt for which they are, how many of these it asked for, on the
@@ -64,8 +65,12 @@ class Row:
         self.top_scores: list[dict[int, float]] = [{} for _ in self.scores]
         self.wants_logprobs = self.params.logprobs or self.params.top_logprobs > 0 or len(self.scores) > 0
 
-    def take_tokens(self, tokens: list[int], logprobs: list[float], likely: Likely | None, version: int) -> None:
+    def take_tokens(
+        self, tokens: list[int], logprobs: list[float], likely: Likely | None, aux: Any, version: int
+    ) -> None:
         self.token_ids += tokens
+        if aux is not None:
+            self.aux.append(aux)
         self.weight_versions += [version] * len(tokens)
         if self.params.logprobs:
             self.logprobs += logprobs
@@ -131,12 +136,18 @@ def checked_prompt(prompt: Sequence[int], name: str = "a prompt") -> np.ndarray:
     return tokens.astype(np.int32)
 
 
+def check_vocabulary(tokens: np.ndarray, options: ResolvedOptions) -> None:
+    if (vocab_size := options.vocab_size) is not None and tokens.max() >= vocab_size:
+        raise ValueError(f"token ids must be below the engine's {vocab_size=}; got {tokens.max()}.")
+
+
 def checked_request(
     prompt: Sequence[int], params: SamplingParams, options: ResolvedOptions
 ) -> tuple[np.ndarray, SamplingParams]:
     """The prompt as int32, and the parameters, if an engine with these options can ever serve them."""
     tokens = checked_prompt(prompt)
     check_params(params)
+    check_vocabulary(tokens, options)
     limit = len(tokens) + params.max_tokens
     if limit > (max_model_len := options.max_model_len):
         raise ValueError(
@@ -175,6 +186,7 @@ def make_output(request_id: int, rows: Sequence[Row]) -> RequestOutput:
             row.finish_reason,
             list(row.weight_versions),
             list(row.top_logprobs) if row.params.top_logprobs else None,
+            jax.tree.map(lambda *parts: np.concatenate(parts), *row.aux) if row.aux else None,
         )
         for row in rows
     ]
@@ -237,19 +249,20 @@ def make_inbox(
     return inbox
 
 
-def new_tokens(report: Report) -> Iterator[tuple[int, list[int], list[float], Likely | None]]:
-    """The new tokens of each request that has any, their logprobs and the likely ones, by the scheduler's number."""
+def new_tokens(report: Report) -> Iterator[tuple[int, list[int], list[float], Likely | None, Any]]:
+    """The new tokens of each request that has any, their logprobs, the likely ones and `aux`, by the scheduler's
+    number."""
     outbox = report.outbox
     places = np.asarray(outbox.request_ids)
     is_new = places < len(outbox.finished)
     places, tokens, logprobs = places[is_new], np.asarray(outbox.tokens)[is_new], np.asarray(report.logprobs)[is_new]
     order = np.argsort(places, kind="stable")  # a request's tokens stay in the order of the steps
     places, tokens, logprobs = places[order], tokens[order].tolist(), logprobs[order].tolist()
-    likely = jax.tree.map(lambda x: np.asarray(x)[is_new][order], report.likely)
+    likely, aux = jax.tree.map(lambda x: np.asarray(x)[is_new][order], (report.likely, report.aux))
     starts = np.flatnonzero(np.diff(places, prepend=-1)).tolist()
     for start, end in itertools.pairwise([*starts, len(tokens)]):
-        of_place = None if likely is None else Likely(likely.tokens[start:end], likely.logprobs[start:end])
-        yield int(places[start]), tokens[start:end], logprobs[start:end], of_place
+        of_place = jax.tree.map(operator.itemgetter(slice(start, end)), (likely, aux))
+        yield int(places[start]), tokens[start:end], logprobs[start:end], *of_place
 
 
 def new_scores(report: Report) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray, np.ndarray, Likely | None]]]:

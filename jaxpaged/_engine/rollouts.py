@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +28,15 @@ class Rollout:
         logprobs: float32, of each token; 0 behind the end.
         mask: bool, whether there is a token.
         weight_versions: int32, how often `update_weights` had been called when each token was made; 0 behind the end.
+        aux: what `apply` returned as `aux` for the token that each was drawn from, `[completions, most, ...]`; 0 behind
+            the end. None: it returns none.
     """
 
     tokens: jax.Array
     logprobs: jax.Array
     mask: jax.Array
     weight_versions: jax.Array
+    aux: Any = None
 
 
 class Collector:
@@ -64,18 +68,22 @@ class Collector:
         begin = begins[ordered]
         targets[order] = np.where(begin >= 0, begin + turn, targets[0])
         if self._rollout is None:
-            self._rollout = _empty(self._shape, words)
+            self._rollout = _empty(self._shape, words, self._types.aux)
         self._rollout = _put(self._rollout, words, targets, np.int32(version), types=self._types)
 
     def result(self) -> Rollout:
         assert self._rollout is not None  # each request has a token at least, or was aborted in a slice
-        return jax.tree.map(lambda x: x.reshape(self._shape), self._rollout)
+        return jax.tree.map(lambda x: x.reshape(*self._shape, *x.shape[1:]), self._rollout)
 
 
-def _empty(shape: tuple[int, int], words: jax.Array) -> Rollout:
-    size, where = shape[0] * shape[1], words.sharding
-    dtypes = jnp.int32, jnp.float32, jnp.bool_, jnp.int32
-    return Rollout(*(jnp.zeros(size, dtype, device=where) for dtype in dtypes))
+def _empty(shape: tuple[int, int], words: jax.Array, aux: Any) -> Rollout:
+    """`aux`: its types in a report, `[steps, draws, ...]`."""
+
+    def zeros(dtype: Any, *of_token: int) -> jax.Array:
+        return jnp.zeros((shape[0] * shape[1], *of_token), dtype, device=words.sharding)
+
+    own = [zeros(dtype) for dtype in (jnp.int32, jnp.float32, jnp.bool_, jnp.int32)]
+    return Rollout(*own, jax.tree.map(lambda x: zeros(x.dtype, *x.shape[2:]), aux))
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="types")
@@ -84,7 +92,7 @@ def _put(rollout: Rollout, words: jax.Array, targets: jax.Array, version: jax.Ar
     tokens = report.outbox.tokens
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        new = jnp.broadcast_to(new, tokens.shape).reshape(-1)
+        new = jnp.broadcast_to(new, (*tokens.shape, *old.shape[1:])).reshape(-1, *old.shape[1:])
         return old.at[targets].set(new, mode="drop")
 
     return Rollout(
@@ -92,4 +100,5 @@ def _put(rollout: Rollout, words: jax.Array, targets: jax.Array, version: jax.Ar
         put(rollout.logprobs, report.logprobs),
         put(rollout.mask, jnp.ones((), jnp.bool_)),
         put(rollout.weight_versions, version),
+        jax.tree.map(put, rollout.aux, report.aux),
     )

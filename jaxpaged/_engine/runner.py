@@ -20,7 +20,7 @@ from jaxpaged._engine.host_copies import HostCopies
 from jaxpaged._engine.host_tier import HostTier, Moves
 from jaxpaged._engine.inputs import find_deleted, keys_and_values, own
 from jaxpaged._engine.interrupts import without_interrupts
-from jaxpaged._engine.on_mesh import find_mesh, replicate
+from jaxpaged._engine.on_mesh import find_mesh
 from jaxpaged._engine.options import ResolvedOptions
 from jaxpaged._engine.packing import pack, unpack
 from jaxpaged._engine.program import compile_program, first_state
@@ -28,7 +28,7 @@ from jaxpaged._engine.pytrees import difference
 from jaxpaged._engine.records import EngineStats
 from jaxpaged._engine.requests import MOST_ARRIVALS
 from jaxpaged._engine.rollouts import Collector
-from jaxpaged._engine.slices import Apply
+from jaxpaged._engine.slices import Apply, ApplyHead
 from jaxpaged._engine.state import Report, State
 from jaxpaged._integers import checked_size, checked_tuple
 
@@ -56,19 +56,25 @@ class Runner:
     """
 
     def __init__(
-        self, apply: Apply, weights: Any, caches: Any, draft: Draft | None, options: ResolvedOptions, books: Books
+        self,
+        apply: Apply,
+        head: ApplyHead | None,
+        weights: Any,
+        caches: Any,
+        draft: Draft | None,
+        options: ResolvedOptions,
+        books: Books,
     ):
         self.books, self.options = books, options
-        self.kinds, state = first_state(caches, options)
         self.mesh = find_mesh(caches)
-        if self.mesh is not None:
-            weights, state = replicate(self.mesh, (weights, state))
+        setup, weights, state = first_state(apply, head, weights, caches, draft, self.mesh, options)
+        self.kinds = setup.kinds
         self.weights, self.state_of_slice = weights, state
         self.tier: HostTier | None = None
         if options.host_cache_bytes is not None:
             copies = HostCopies(options.host_cache_bytes, state, self.mesh, options.compiler_options)
             self.tier = HostTier(copies, least_tokens=options.chunk_tokens // 2, growth=options.growth)
-        self.program = compile_program(apply, draft, weights, state, self.kinds, self.mesh, options)
+        self.program = compile_program(setup, weights, state, self.mesh, options)
         self._last_report = self.program.no_report
         # A call takes milliseconds. On a CPU, or if the model has a loop, it waits for its steps: this thread does.
         self.thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged"), os.getpid()

@@ -19,13 +19,13 @@ from jax import lax
 
 from jaxpaged._engine.kinds import Kind
 from jaxpaged._engine.sampling import Likely, sample, score
-from jaxpaged._engine.step_attention import StepAttention
 from jaxpaged._scheduler.arrays import first_marked, rows_of
 from jaxpaged._scheduler.records import Step
 from jaxpaged._scheduler.scheduler import Scheduler
 
 MOST_GROUPS = 4  # each is compiled by itself: in a loop the host would start each turn
-Head = Callable[[jax.Array], jax.Array]  # logits [rows, vocab] of rows of the step, int32 [rows]
+# Logits [rows, vocab] of rows of the step, int32 [rows]; None: of each row.
+Head = Callable[[jax.Array | None], jax.Array]
 Drawn = tuple[jax.Array, jax.Array, Likely | None]  # of rows: tokens, logprobs, the most likely tokens
 
 
@@ -48,16 +48,18 @@ class Told:
 
     logprobs: jax.Array  # float32, like the tokens of a step in the outbox
     likely: Likely | None  # like them; None: nobody can ask for them
+    aux: Any  # like them: of the token that each was drawn from, what the model returns as `aux`
     scores: Scores  # [rows]
 
     @classmethod
-    def create(cls, scheduler: Scheduler, kinds: Sequence[Kind], num_likely: int) -> Told:
-        """Of a step of any of the kinds that tells nothing."""
+    def create(cls, scheduler: Scheduler, kinds: Sequence[Kind], num_likely: int, aux: Any) -> Told:
+        """Of a step of any of the kinds that tells nothing. `aux`: the types of a token's."""
         num_drawn = scheduler.outbox_tokens.shape[1]
         most_scored = max(map(num_scored, kinds))
         return cls(
             jnp.zeros(num_drawn, jnp.float32),
             Likely.create(num_drawn, num_likely),
+            jax.tree.map(lambda x: jnp.zeros((num_drawn, *x.shape), x.dtype), aux),
             Scores(
                 request_ids=jnp.full(most_scored, scheduler.max_requests, jnp.int32),
                 positions=jnp.zeros(most_scored, jnp.int32),
@@ -67,8 +69,13 @@ class Told:
             ),
         )
 
-    def with_step(self, kind: Kind, logprobs: jax.Array, likely: Likely | None, scores: Scores, *, drafts: int) -> Told:
-        """With what `score_and_sample` found in a step of this kind. `drafts`: the most of a seat."""
+    def with_step(
+        self, kind: Kind, logprobs: jax.Array, likely: Likely | None, aux: Any, scores: Scores, *, drafts: int
+    ) -> Told:
+        """With what `score_and_sample` found in a step of this kind, and the `aux` of what its tokens were drawn from.
+
+        `drafts`: the most of a seat.
+        """
 
         def of_each_draw(new: jax.Array) -> jax.Array:
             new = new if kind.draws_all else new[:, None]
@@ -76,13 +83,13 @@ class Told:
             new = jnp.pad(new, ((0, 0), (0, missing), *[(0, 0)] * (new.ndim - 2)))
             return new.reshape(-1, *new.shape[2:])
 
-        logprobs, likely = jax.tree.map(of_each_draw, (logprobs, likely))
+        logprobs, likely, aux = jax.tree.map(of_each_draw, (logprobs, likely, aux))
         # Not `.at[: len(new)]`, here and in the allocator: it is a scatter by an array without numbers, over which jax
         # 0.11.2 crashes if caches are on a mesh.
         scores = jax.tree.map(
             lambda nothing, new: lax.dynamic_update_slice_in_dim(nothing, new, 0, axis=0), self.scores, scores
         )
-        return Told(logprobs, likely, scores)
+        return Told(logprobs, likely, aux, scores)
 
 
 def group_size(kind: Kind) -> int:
@@ -93,57 +100,6 @@ def group_size(kind: Kind) -> int:
 def num_scored(kind: Kind) -> int:
     """The rows of all groups that are scored."""
     return -(-kind.width // group_size(kind)) * group_size(kind)
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Recorder(StepAttention):
-    """Keeps what the head is applied to."""
-
-    recorded: list[jax.Array] = dataclasses.field(default_factory=list)
-
-    def newest(self, x: jax.Array) -> jax.Array:
-        # Of an inner function's trace it could not be used after it. JAX has no public name for a tracer's trace.
-        if isinstance(x, jax.core.Tracer) and getattr(x, "_trace", 0) is not getattr(self.positions, "_trace", 0):
-            raise ValueError("call attend.newest(x) in apply itself, not in a function that it gives to jit or scan.")
-        self.recorded.append(x)
-        return super().newest(x)
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Replay(StepAttention):
-    """For a second run of the model of which only the head is used: it is applied to other rows."""
-
-    rows: list[jax.Array] = dataclasses.field(default_factory=list)
-    num_rows: int = 0
-
-    @property
-    def num_newest(self) -> int:
-        return self.num_rows
-
-    def newest(self, x: jax.Array) -> jax.Array:
-        return self.rows.pop(0)
-
-
-def with_head(
-    model: Callable[[StepAttention], tuple[Any, ...]], attend: StepAttention
-) -> tuple[Any, Head, jax.Array | None]:
-    """The new caches of a step, the head, which can be applied to any of its rows, and what else the model returns.
-
-    Each call of the head traces the model once more; all but the head is dead code then.
-    """
-    recorder = Recorder(**vars(attend))
-    caches, logits, *rest = model(recorder)
-    hidden = rest[0] if rest else None
-    if attend.query_starts is None or attend.last is None:
-        return caches, lambda rows: logits, hidden
-    if not recorder.recorded:
-        raise ValueError("apply never called attend.newest(x); apply the head to what it returns.")
-
-    def head(rows: jax.Array) -> jax.Array:
-        replay = Replay(**vars(attend), rows=[x[rows] for x in recorder.recorded], num_rows=len(rows))
-        return model(replay)[1]
-
-    return caches, head, hidden
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +121,16 @@ class Rows:
         known = scheduler.tokens.at[request_ids, positions].get(mode="fill", fill_value=0)
         given = jnp.where(is_scored, known, -1)
         return cls(jnp.where(is_scored, request_ids, scheduler.max_requests), positions, is_scored, given)
+
+
+def drawn_rows(step: Step, kind: Kind, *, num_drafts: int) -> jax.Array:
+    """The row that each token of `score_and_sample` is drawn from, int32 `[seats]`, or `[seats, drafts + 1]`."""
+    if kind.draws_all:
+        return (step.last - step.num_drafts)[:, None] + jnp.arange(num_drafts + 1, dtype=jnp.int32)[None]
+    if kind.is_mixed:
+        return step.last
+    rows = jnp.arange(len(step.seats), dtype=jnp.int32)
+    return jnp.zeros(kind.num_seats, jnp.int32).at[step.seats].set(rows, mode="drop")
 
 
 def score_and_sample(
@@ -197,11 +163,11 @@ def _of_each_row(
 ) -> tuple[jax.Array, jax.Array, Likely | None, Scores]:
     """Where each row is sampled or scored."""
     sampling = rows_of(step.sampling, step.seats) if kind.is_by_row else step.sampling
-    drawn, logprobs, likely = draw(head(step.last), sampling, rows.positions, given=rows.given)
+    drawn, logprobs, likely = draw(head(None), sampling, rows.positions, given=rows.given)
     scores = Scores(rows.request_ids, rows.positions, logprobs, drawn == rows.given, likely)
     of_rows = jnp.where(rows.is_scored, rows.given, drawn), logprobs, likely
     if kind.draws_all:
-        theirs = (step.last - step.num_drafts)[:, None] + jnp.arange(num_drafts + 1, dtype=jnp.int32)[None]
+        theirs = drawn_rows(step, kind, num_drafts=num_drafts)
         of_rows = jax.tree.map(lambda values: values.at[theirs].get(mode="clip"), of_rows)
     elif kind.is_by_row:
         of_rows = jax.tree.map(

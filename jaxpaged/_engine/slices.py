@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
-from jaxpaged._attention.plan import plan_step
+from jaxpaged._attention.attention_step import AttentionStep
 from jaxpaged._attention.shared_prefix import PrefixGroups
+from jaxpaged._attention.writes import watch_writes
+from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._engine.drafting import Draft, drafted
 from jaxpaged._engine.inputs import caches_in
 from jaxpaged._engine.kinds import Kind, count_wait, next_kind
@@ -20,25 +21,28 @@ from jaxpaged._engine.options import ResolvedOptions
 from jaxpaged._engine.packing import pack, unpack
 from jaxpaged._engine.prefix_groups import find_groups, sort_by_group
 from jaxpaged._engine.pytrees import difference, in_same_containers
-from jaxpaged._engine.scoring import Told, score_and_sample, with_head
+from jaxpaged._engine.scoring import Told, drawn_rows, score_and_sample
 from jaxpaged._engine.state import Inbox, Report, State
-from jaxpaged._engine.step_attention import StepAttention
 from jaxpaged._scheduler.arrays import rows_of
 from jaxpaged._scheduler.records import RequestStatus, Step
 from jaxpaged._scheduler.scheduler import Scheduler
 
-Apply = Callable[[Any, jax.Array, jax.Array, Any, StepAttention], tuple[Any, ...]]
+# Weights, tokens, positions, caches and the step: the new caches, hidden states, and perhaps `aux`.
+Apply = Callable[[Any, jax.Array, jax.Array, Any, AttentionStep], tuple[Any, ...]]
+ApplyHead = Callable[[Any, Any], jax.Array]  # weights and hidden states of some rows: logits [rows, vocab]
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
     """What is the same in all slices of an engine, besides weights and shapes."""
 
-    apply: Apply
+    model: Callable[..., tuple[Any, Any, Any]]  # `apply_model` of the model, jitted: traced once for a kind of steps
+    head: ApplyHead | None
     kinds: tuple[Kind, ...]
     options: ResolvedOptions
     draft: Draft | None = None
     row_cost: float = 0.0  # of a step without rows, as in `Kind.cost`
+    aux: Any = None  # the types of what `apply` returns as such for a token
 
 
 def run_packed(
@@ -92,7 +96,7 @@ def run_slice(setup: Setup, weights: Any, state: State, inbox: Inbox) -> tuple[S
 def tell(setup: Setup, state: State, request_ids: jax.Array, refusals: jax.Array) -> tuple[State, Report]:
     """Behind the last step: the state for the next slice, and the report of this one."""
     scheduler, outbox = state.scheduler.drain()
-    nothing = Told.create(scheduler, setup.kinds, setup.options.max_logprobs)
+    nothing = Told.create(scheduler, setup.kinds, setup.options.max_logprobs, setup.aux)
     told = jax.vmap(lambda words: unpack(words, nothing))(state.told)
     is_told = jnp.arange(len(state.told), dtype=jnp.int32) < outbox.num_steps
     scored = jnp.where(is_told[:, None], told.scores.request_ids, scheduler.max_requests)
@@ -102,6 +106,7 @@ def tell(setup: Setup, state: State, request_ids: jax.Array, refusals: jax.Array
         outbox=outbox,
         logprobs=told.logprobs,
         likely=told.likely,
+        aux=told.aux,
         scores=dataclasses.replace(told.scores, request_ids=scored),
         num_running=(scheduler.seated < scheduler.max_requests).sum(dtype=jnp.int32),
         num_free=state.allocator.num_free,
@@ -156,6 +161,14 @@ def num_found(scheduler: Scheduler, allocator: BlockAllocator) -> jax.Array:
     return scheduler.prefixes.cache.num_hits * allocator.block_size
 
 
+def model_outputs(setup: Setup, weights: Any, state: State) -> tuple[Any, Any]:
+    """The types of what the model returns for a token: hidden states, and `aux`."""
+    kind = setup.kinds[-1]
+    _, allocator, step = state.scheduler.plan(state.allocator, chunk_tokens=kind.chunk_tokens, width=kind.fewer_rows)
+    attention_step = make_attention_step(allocator, step, kind, state.caches)
+    return setup.model(weights, step.tokens, step.positions, state.caches, attention_step)[1:]
+
+
 def one_step(setup: Setup, weights: Any, state: State, *, wants_logprobs: jax.Array, index: int) -> State:
     """A step of the kind `setup.kinds[index]`."""
     kind, drafting = setup.kinds[index], state.drafting
@@ -173,9 +186,9 @@ def one_step(setup: Setup, weights: Any, state: State, *, wants_logprobs: jax.Ar
     if kind.least_spared is not None:
         assert state.seat_groups is not None
         step, seats, groups, num_spared = sort_by_group(step, state.seat_groups)
-    attend = step_attention(allocator, step, kind, state.caches, seats, groups)
-    model = functools.partial(apply_model, setup.apply, weights, state.caches, step, hidden=setup.options.hidden)
-    caches, head, hidden = with_head(model, attend)
+    attention_step = make_attention_step(allocator, step, kind, state.caches, seats, groups)
+    caches, hidden, aux = setup.model(weights, step.tokens, step.positions, state.caches, attention_step)
+    head = functools.partial(apply_head, setup, weights, hidden)
     tokens, logprobs, likely, scores = score_and_sample(
         head,
         scheduler,
@@ -193,8 +206,10 @@ def one_step(setup: Setup, weights: Any, state: State, *, wants_logprobs: jax.Ar
         drafting = drafting.learnt(step, after - before, is_silent)
         drafting = drafting.with_hidden(hidden, step, after - before, is_mixed=kind.is_mixed)
 
-    told = Told.create(scheduler, setup.kinds, setup.options.max_logprobs)
-    told = told.with_step(kind, logprobs, likely, scores, drafts=scheduler.num_drafts)
+    rows = drawn_rows(step, kind, num_drafts=scheduler.num_drafts)
+    aux = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), aux)
+    told = Told.create(scheduler, setup.kinds, setup.options.max_logprobs, setup.aux)
+    told = told.with_step(kind, logprobs, likely, aux, scores, drafts=scheduler.num_drafts)
     num_given = jnp.diff(step.query_starts) - step.num_drafts
     return dataclasses.replace(
         state,
@@ -209,66 +224,81 @@ def one_step(setup: Setup, weights: Any, state: State, *, wants_logprobs: jax.Ar
     )
 
 
-def step_attention(
+def make_attention_step(
     allocator: BlockAllocator,
     step: Step,
     kind: Kind,
     caches: Any,
     seats: jax.Array | None = None,  # of the step's sequences; None: each seat in its order
     groups: PrefixGroups | None = None,
-) -> StepAttention:
-    query_starts = step.query_starts if kind.is_mixed else None
+) -> AttentionStep:
     if seats is not None:
         allocator = allocator.of_seqs(seats)
-    # Made here once: in a scan over layers each would make its own.
     kv_heads = {cache.k.shape[-2] for cache in caches_in(caches)}
-    plan = None
-    if query_starts is None and kind.num_partitions is None and len(kv_heads) == 1:
-        capacity = allocator.block_tables.shape[-1] * allocator.block_size
-        lengths = allocator.lengths
-        if groups is not None:
-            lengths -= groups.num_blocks * allocator.block_size
-        plan = plan_step(lengths, num_kv_heads=kv_heads.pop(), capacity=capacity)
-    adapters = step.sampling.adapter.at[step.seats].get(mode="fill", fill_value=-1)
-    last = None if kind.draws_all else step.last
-    own = step.positions, step.slots, query_starts, last, adapters
-    return StepAttention(allocator, *own, kind.num_partitions, plan, groups)
+    return AttentionStep.create(
+        allocator,
+        step.slots,
+        positions=step.positions,
+        query_starts=step.query_starts if kind.is_mixed else None,
+        prefix_groups=groups,
+        adapters=step.sampling.adapter.at[step.seats].get(mode="fill", fill_value=-1),
+        num_kv_heads=kv_heads.pop() if len(kv_heads) == 1 else None,
+        num_partitions=kind.num_partitions,
+    )
 
 
 def apply_model(
-    apply: Apply,
-    weights: Any,
-    caches: Any,
-    step: Step,
-    attend: StepAttention,
-    *,
-    hidden: jax.ShapeDtypeStruct | None = None,
-) -> tuple[Any, ...]:
-    """The model over a step's tokens: the new caches, and logits `[seqs, vocab]`, or `[tokens, vocab]` with drafts.
-
-    `hidden`: that of a token; the third value is then `[tokens, ...]`, that of each.
-    """
-    returned = apply(weights, step.tokens, step.positions, caches, attend)
-    num_returned = len(returned) if isinstance(returned, tuple | list) else 1
-    if hidden is None and num_returned != 2:
-        raise ValueError(f"apply must return two values, (caches, logits); got {num_returned}.")
-    if hidden is not None and num_returned != 3:
-        raise ValueError(f"apply must return (caches, logits, hidden), as the engine has hidden; got {num_returned}.")
-    new_caches, logits, *rest = returned
-    if hidden is not None:
-        wanted = jax.ShapeDtypeStruct((len(step.tokens), *hidden.shape), hidden.dtype)
-        if found := difference(wanted, rest[0]):
-            raise ValueError(f"the third value that apply returns must be the hidden state of each token; {found}.")
-    if not isinstance(logits, jax.Array):
-        raise ValueError(f"apply must return (caches, logits); got {type(logits).__name__} for the logits.")
-    if logits.ndim != 2 or logits.shape[0] != attend.num_newest:
+    apply: Apply, weights: Any, tokens: jax.Array, positions: jax.Array, caches: Any, step: AttentionStep
+) -> tuple[Any, Any, Any]:
+    """The model over a step's tokens: the new caches, hidden states and `aux`, whose leaves are `[tokens, ...]`."""
+    found = caches_in(caches)
+    try:
+        with watch_writes(caches):
+            returned = apply(weights, tokens, positions, caches, step)
+    except StopIteration as failure:
         raise ValueError(
-            f"apply must return logits [{attend.num_newest}, vocab], one row for each of attend.newest(x); got "
-            f"{list(logits.shape)}. Take attend.newest(x) before the head, and attend.num_newest for its rows."
-        )
+            f"apply asked for more caches than the engine's {len(found)}: one for each layer."
+        ) from failure
+    if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
+        num_returned = len(returned) if isinstance(returned, tuple | list) else 1
+        raise ValueError(f"apply must return (caches, hidden) or (caches, hidden, aux); got {num_returned} values.")
+    new_caches, hidden, *rest = returned
+    for name, tree in (("hidden", hidden), ("aux", rest)):
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            if not isinstance(leaf, jax.Array) or leaf.shape[:1] != tokens.shape:
+                received = list(leaf.shape) if isinstance(leaf, jax.Array) else type(leaf).__name__
+                raise ValueError(
+                    f"apply must return {name} [{len(tokens)}, ...], one row for each token; got {received} at "
+                    f"{jax.tree_util.keystr(path) or 'its root'}. The engine picks the rows that the head needs."
+                )
+    if not jax.tree.leaves(hidden):
+        raise ValueError(f"apply must return hidden states, or logits if the engine has no head; got {hidden!r}.")
     new_caches = in_same_containers(caches, new_caches)
-    if found := difference(caches, new_caches):
-        raise ValueError(f"apply must return caches like those it was given; {found}.")
-    if all(map(operator.is_, jax.tree.leaves(caches), jax.tree.leaves(new_caches))):
-        raise ValueError("apply must return the new caches, which `cache, out = attend(q, k, v, cache)` gives it.")
-    return new_caches, logits, *rest
+    if changed := difference(caches, new_caches):
+        raise ValueError(f"apply must return caches like those it was given; {changed}.")
+    check_written(caches, new_caches)
+    return new_caches, hidden, rest[0] if rest else None
+
+
+def check_written(caches: Any, new_caches: Any) -> None:
+    """Raises `ValueError` if a cache is still the one that `apply` was given."""
+    paths = jax.tree.leaves_with_path(caches, is_leaf=lambda x: isinstance(x, KVCache))
+    for (path, before), after in zip(paths, caches_in(new_caches), strict=True):
+        if before.k is after.k:
+            raise ValueError(
+                f"no layer wrote caches{jax.tree_util.keystr(path)}. Call `cache, out = step.attend(q, k, v, cache)` "
+                "with it, return the cache that this returns, and make no more caches than there are layers."
+            )
+
+
+def apply_head(setup: Setup, weights: Any, hidden: Any, rows: jax.Array | None) -> jax.Array:
+    """The logits of some rows of a step, `[rows, vocab]`; None: of all."""
+    of_rows = hidden if rows is None else jax.tree.map(lambda x: x[rows], hidden)
+    logits = of_rows if setup.head is None else setup.head(weights, of_rows)
+    num_rows, vocab_size = len(jax.tree.leaves(of_rows)[0]), setup.options.vocab_size
+    shape = logits.shape if isinstance(logits, jax.Array) else None
+    if shape is None or len(shape) != 2 or shape[0] != num_rows or vocab_size not in (None, shape[1]):
+        received = type(logits).__name__ if shape is None else list(shape)
+        who = "head" if setup.head is not None else "apply of an engine with head=None"
+        raise ValueError(f"{who} must return logits [{num_rows}, {vocab_size or 'vocab'}]; got {received}.")
+    return logits

@@ -41,8 +41,9 @@ class State:
 
     @classmethod
     def create(cls, caches: Any, kinds: Sequence[Kind], options: ResolvedOptions) -> State:
-        """An engine's without requests."""
+        """An engine's without requests. It lacks the room for what its model returns: `with_outputs`."""
         num_seats, max_length, max_requests = options.max_num_seqs, options.max_model_len, options.max_requests
+        num_drafts = options.num_speculative_tokens
         pool = dict(num_blocks=options.num_blocks, block_size=options.block_size)
         prefixes = None
         if options.prefix_cache and max_length >= options.block_size:  # else it could never find a block
@@ -57,7 +58,6 @@ class State:
             num_adapters=options.num_adapters,
             prefix_cache=prefixes,
         )
-        told = Told.create(scheduler, kinds, options.max_logprobs)
         return cls(
             scheduler=scheduler,
             allocator=BlockAllocator.create(
@@ -67,16 +67,25 @@ class State:
                 windows=options.windows,
             ),
             caches=caches,
-            told=jnp.zeros((options.steps_per_slice, num_words(told)), jnp.int32),
+            told=jnp.zeros((options.steps_per_slice, 0), jnp.int32),
             spans=jnp.zeros((max_requests, 2), jnp.int32),
             num_waited=jnp.zeros((), jnp.int32),
             num_of_kind=jnp.zeros(len(kinds), jnp.int32),
             seat_groups=SeatGroups.create(num_seats) if kinds[0].least_spared is not None else None,
             num_spared=jnp.zeros((), jnp.int32),
-            drafting=Drafting.create(num_seats, options.num_speculative_tokens, max_requests, options.hidden)
-            if options.num_speculative_tokens
-            else None,
+            drafting=Drafting.create(num_seats, num_drafts, max_requests) if num_drafts else None,
         )
+
+    def with_outputs(self, kinds: Sequence[Kind], options: ResolvedOptions, *, hidden: Any, aux: Any) -> State:
+        """With room for what the model returns for a token, of these types. `hidden`: None if no draft reads it."""
+        words = num_words(Told.create(self.scheduler, kinds, options.max_logprobs, aux))
+        drafting = self.drafting
+        if drafting is not None:
+            drafting = Drafting.create(
+                len(drafting.owners), options.num_speculative_tokens, options.max_requests, hidden
+            )
+        told = jnp.zeros((options.steps_per_slice, words), jnp.int32)
+        return dataclasses.replace(self, told=told, drafting=drafting)
 
 
 @jax.tree_util.register_dataclass
@@ -103,6 +112,7 @@ class Report:
     outbox: Outbox
     logprobs: jax.Array  # float32, like the tokens of the outbox
     likely: Likely | None
+    aux: Any  # like them
     scores: Scores  # [steps, rows]
     num_running: jax.Array  # int32 []
     num_free: jax.Array  # int32 [], blocks

@@ -39,16 +39,20 @@ def random_adapters(seed=1):
     }
 
 
-def adapted(weights, tokens, positions, cache, attend):
+def linear(weights, name, x, ids):
+    return x @ weights[name] + jaxpaged.lora(x, *weights["adapters"][name], ids)
+
+
+def adapted(weights, tokens, positions, cache, step):
     """`toy_model.apply` with adapters of qkv and of the head."""
-
-    def linear(name, x, ids):
-        return x @ weights[name] + jaxpaged.lora(x, *weights["adapters"][name], ids)
-
     x = weights["embedding"][tokens]
-    q, k, v = jnp.split(linear("qkv", x, attend.adapters).reshape(len(x), 3 * HEADS, HEAD_DIM), 3, axis=1)
-    cache, out = attend(q, k, v, cache, rotary_frequencies=FREQUENCIES)
-    return cache, linear("head", attend.newest(x + out.reshape(x.shape)), attend.newest(attend.adapters))
+    q, k, v = jnp.split(linear(weights, "qkv", x, step.adapters).reshape(len(x), 3 * HEADS, HEAD_DIM), 3, axis=1)
+    cache, out = step.attend(q, k, v, cache, rotary_frequencies=FREQUENCIES)
+    return cache, (x + out.reshape(x.shape), step.adapters)
+
+
+def adapted_head(weights, hidden):
+    return linear(weights, "head", *hidden)
 
 
 def merged(adapter, adapters=None):
@@ -63,7 +67,8 @@ def merged(adapter, adapters=None):
 @functools.cache
 def adapted_engine(**options):
     weights = random_weights() | {"adapters": random_adapters()}
-    return create_engine(model=adapted, weights=weights, num_adapters=NUM_ADAPTERS, widths=(), **options)
+    model = dict(model=adapted, head=adapted_head, weights=weights)
+    return create_engine(**model, num_adapters=NUM_ADAPTERS, widths=(), **options)
 
 
 def engine_with(adapters=None, **options):

@@ -37,7 +37,7 @@ ANSWERS, DRAFTS = 64, 3
 ENGINES = {}
 
 
-def knowing(weights, tokens, lengths, num_drafts=DRAFTS):
+def knowing(weights, tokens, lengths, hidden, num_drafts=DRAFTS):
     """Drafts of one who knows the answers, and errs in `errors` of 10 cases; -1 where it knows no answer."""
     index = jnp.arange(MAX_TOKENS, dtype=jnp.int32)[None]
     is_same = (weights["answers"][None] == tokens[:, None]) | (index >= lengths[:, None])[:, None]
@@ -307,14 +307,14 @@ def small_cache(num_blocks=BLOCKS + 1):
     return KVCache.create(num_blocks=num_blocks, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
 
 
-def in_a_chain(weights, tokens, positions, cache, attend):
+def in_a_chain(weights, tokens, positions, cache, step):
     """A model whose logits follow from the last token alone."""
     nothing = jnp.zeros((len(tokens), 1, 8), jnp.float32)
-    cache, _ = attend(nothing, nothing, nothing, cache)
-    return cache, attend.newest(weights["chain"][tokens])
+    cache, _ = step.attend(nothing, nothing, nothing, cache)
+    return cache, weights["chain"][tokens]
 
 
-def likely_or_not(weights, tokens, lengths):
+def likely_or_not(weights, tokens, lengths, hidden):
     """Drafts of the likeliest tokens for half of the seats, of the least likely ones for the others."""
     last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1, mode="clip")[:, 0]
     drafts = []
@@ -333,6 +333,7 @@ def test_drafts_leave_the_distribution_as_it_is():
     with mock.patch.object(program, "step_cost", return_value=1000.0):  # rows cost nothing
         engine = create_engine(
             model=in_a_chain,
+            head=None,
             weights={"chain": jnp.asarray(CHAIN)},
             cache=small_cache(1 + max_num_seqs * 13),
             draft=likely_or_not,
@@ -362,32 +363,37 @@ def test_drafts_leave_the_distribution_as_it_is():
     assert p_value(CHAIN + more_of_the_likely) < 1e-3
 
 
-def with_hidden(weights, tokens, positions, cache, attend):
-    """A model that knows by rule what follows, and returns of each token itself and its position."""
+def with_hidden(weights, tokens, positions, cache, step):
+    """A model whose hidden states are two arrays: each token, and its position."""
     nothing = jnp.zeros((len(tokens), 1, 8), jnp.float32)
-    cache, _ = attend(nothing, nothing, nothing, cache)
-    following = attend.newest(((tokens * 7 + positions * 3 + 1) % VOCAB)[:, None])
-    logits = jnp.where(jnp.arange(VOCAB)[None] == following, 9.0, 0.0).astype(jnp.float32)
-    return cache, logits, jnp.stack([tokens, positions], axis=1).astype(jnp.float32)
+    cache, _ = step.attend(nothing, nothing, nothing, cache)
+    return cache, {"token": tokens.astype(jnp.float32), "position": positions[:, None].astype(jnp.float32)}
 
 
-def head(weights, tokens, lengths, hidden):
+def by_rule(weights, hidden):
+    """A head that knows what follows."""
+    token, position = (hidden[name].reshape(-1).astype(jnp.int32) for name in ("token", "position"))
+    following = ((token * 7 + position * 3 + 1) % VOCAB)[:, None]
+    return jnp.where(jnp.arange(VOCAB)[None] == following, 9.0, 0.0).astype(jnp.float32)
+
+
+def by_head(weights, tokens, lengths, hidden):
     """Two drafts by the rule, from hidden states alone, the second of them perhaps wrong; without a state, none."""
-    token, position = hidden.astype(jnp.int32).T
+    token, position = (hidden[name].reshape(-1).astype(jnp.int32) for name in ("token", "position"))
+    is_there = ((token > 0) | (position > 0))[:, None]
     drafts = []
     for i in range(3):
         token = (token * 7 + (position + i) * 3 + 1) % VOCAB  # first the newest token, which is known
         drafts.append(token)
     drafts[2] += weights["error"]
-    is_there = hidden.any(axis=1)[:, None]
     return jnp.where(is_there, jnp.stack(drafts[1:], axis=1), -1)
 
 
 def test_a_head_drafts_from_hidden_states():
     # Prompts of one token, chunks, preemption, found prefixes: were a state another token's, drafts would be wrong.
-    hidden, weights = jax.ShapeDtypeStruct((2,), jnp.float32), {"error": jnp.int32(0)}
-    options = dict(widths=(2 * SEATS,), num_speculative_tokens=2, draft=head, prefix_cache=True)
-    engine = create_engine(model=with_hidden, weights=weights, cache=small_cache(), hidden=hidden, **options)
+    weights = {"error": jnp.int32(0)}
+    options = dict(widths=(2 * SEATS,), num_speculative_tokens=2, draft=by_head, prefix_cache=True)
+    engine = create_engine(model=with_hidden, head=by_rule, weights=weights, cache=small_cache(), **options)
     prompts = [[3 + i] * (1 + 5 * i % 23) for i in range(3 * SEATS)]
     for error in (0, 1):
         engine.update_weights({"error": jnp.int32(error)})
@@ -468,27 +474,7 @@ def test_what_drafts_cannot_be():
     with pytest.raises(ValueError, match=r"at least 1; got draft=<function.*num_speculative_tokens=0"):
         create_engine(draft=knowing)
     with pytest.raises(ValueError, match=r"draft must return int32 \[6, 2\], .* got int32 \[6\]"):
-        create_engine(draft=lambda weights, tokens, lengths: lengths, num_speculative_tokens=2, widths=(6,))
-    hidden = jax.ShapeDtypeStruct((2,), jnp.float32)
-    with pytest.raises(ValueError, match=r"hidden must be a jax.ShapeDtypeStruct; got hidden=3"):
-        create_engine(hidden=3, draft=head, num_speculative_tokens=2, widths=(6,))
-    with pytest.raises(ValueError, match=r"hidden goes with draft; got .*draft=None"):
-        create_engine(hidden=hidden, num_speculative_tokens=2, widths=(6,))
-    with pytest.raises(
-        ValueError, match=r"apply must return \(caches, logits, hidden\), as the engine has hidden; got 2"
-    ):
-        create_engine(hidden=hidden, draft=head, num_speculative_tokens=2, widths=(6,))
-    wrong = jax.ShapeDtypeStruct((3,), jnp.float32)
-    with pytest.raises(ValueError, match=r"the third value.*it was float32\[6, 3\] and is float32\[6, 2\]"):
-        create_engine(
-            model=with_hidden,
-            weights={},
-            cache=small_cache(),
-            hidden=wrong,
-            draft=head,
-            num_speculative_tokens=2,
-            widths=(6,),
-        )
+        create_engine(draft=lambda weights, tokens, lengths, hidden: lengths, num_speculative_tokens=2, widths=(6,))
 
 
 def main(count):

@@ -22,12 +22,12 @@ from flax import nnx
 from benchmarks.soak.engine import soak
 from jaxpaged import (
     AttentionSettings,
+    AttentionStep,
     BlockAllocator,
     CacheLayer,
     Engine,
     KVCache,
     SamplingParams,
-    StepAttention,
     _device,
     generate,
     rotate_and_write_kv,
@@ -37,7 +37,7 @@ from jaxpaged._engine.books import Sent
 from jaxpaged._engine.defaults import chosen_steps
 from jaxpaged._engine.kinds import Kind
 from jaxpaged._engine.requests import checked_request, completion_seed
-from jaxpaged._engine.slices import step_attention
+from jaxpaged._engine.slices import make_attention_step
 from jaxpaged.nnx import PagedAttention
 from pallas_kernels.decode import partition_plan
 from tests import toy_model
@@ -49,6 +49,7 @@ from tests.toy_model import (
     MAX_TOKENS,
     STEPS,
     TIGHT,
+    VOCAB,
     continuation,
     create_engine,
     fewer_blocks,
@@ -140,26 +141,28 @@ def test_a_batch_invariant_engine_gives_equal_bits_whatever_the_load():
     assert exact.stats().num_preempted > before.num_preempted
     assert exact.stats().num_found > before.num_found
     assert differing(shared_engine(16), BLOCKS)
-    module = SimpleNamespace(settings=SimpleNamespace(num_partitions=None))
-    attend = StepAttention(*[None] * 6, num_partitions=1)
-    with pytest.raises(ValueError, match="modules with a fixed num_partitions"):
-        attend.call(module, None, None)
 
 
 def test_a_model_that_leaves_partitions_open_gets_those_of_a_batch_invariant_engine(monkeypatch):
     given = []
-    monkeypatch.setattr("jaxpaged._engine.step_attention.attend", lambda q, *_, **options: given.append(options) or q)
+    monkeypatch.setattr(
+        "jaxpaged._attention.attention_step.attend", lambda q, *_, **options: given.append(options) or q
+    )
     cache, x = (
         KVCache.create(num_blocks=3, block_size=4, num_kv_heads=1, head_dim=8),
         jnp.zeros((1, 1, 8), jnp.bfloat16),
     )
     zero = jnp.zeros(1, jnp.int32)
     allocator = BlockAllocator.create(num_blocks=3, block_size=4, num_seqs=1, max_blocks_per_seq=2)
-    attend = StepAttention(allocator, zero, zero + 4, None, zero, zero, num_partitions=1)
-    attend(x, x, x, cache)
-    attend(x, x, x, cache, num_partitions=None)
-    attend(x, x, x, cache, num_partitions=2)
-    assert [options["num_partitions"] for options in given] == [1, 1, 2]
+    step = AttentionStep.create(allocator, zero + 4, num_partitions=1)
+    step.attend(x, x, x, cache)
+    step.attend(x, x, x, cache, num_partitions=None)
+    step.attend(x, x, x, cache, num_partitions=2)
+    sizes = dict(num_heads=1, num_kv_heads=1, head_dim=8, rotary_frequencies=None, dtype="bfloat16")
+    for num_partitions in (None, 2):
+        settings = AttentionSettings(**sizes, num_partitions=num_partitions)
+        PagedAttention(8, settings, rngs=nnx.Rngs(0))(x[:, 0], cache, step)
+    assert [options["num_partitions"] for options in given] == [1, 1, 2, 1, 2]
 
 
 def test_other_weights_give_other_tokens_and_old_ones_the_old(load):
@@ -536,7 +539,7 @@ def test_stats_count_seconds_only_while_there_are_requests():
 
 
 def test_what_can_never_be_served_is_refused_with_its_reason():
-    engine, sizes = shared_engine(16), dict(num_layers=1, num_kv_heads=1, head_dim=8)
+    engine, sizes = shared_engine(16), dict(head=None, num_layers=1, num_kv_heads=1, head_dim=8)
     calls = {
         r"a prompt must be a list of at least one token id; got \[\]": lambda: engine.generate([[]], SamplingParams()),
         r"token ids must be from 0 to 2\*\*31 - 1; got 3 to 4294967299": lambda: engine.add_request(
@@ -594,11 +597,27 @@ def test_a_request_beyond_the_pool_is_refused():
         checked_request([1], SamplingParams(max_tokens=9), options)
 
 
+def test_token_ids_outside_the_vocabulary_are_refused():
+    engine = create_engine(vocab_size=VOCAB, exact=True)
+    for call in (
+        lambda: engine.add_request([VOCAB], SamplingParams()),
+        lambda: engine.generate([[1], [2, VOCAB]], SamplingParams()),
+        lambda: engine.score([[1, VOCAB]], [[2]]),
+        lambda: engine.score([[1]], [[2, VOCAB]]),
+    ):
+        with pytest.raises(ValueError, match=f"token ids must be below the engine's vocab_size={VOCAB}; got {VOCAB}"):
+            call()
+    assert not engine.has_unfinished_requests
+    engine.score([[VOCAB - 1]], [[VOCAB - 1]])
+
+
 def test_a_model_that_cannot_be_served_is_refused():
-    def every_token(weights, tokens, positions, cache, attend):
-        cache, _ = toy_model.apply(weights, tokens, positions, cache, attend)
-        attend = dataclasses.replace(attend, query_starts=None)  # newest takes all
-        return cache, attend.newest(weights["embedding"][tokens]) @ weights["head"]
+    def few_rows(weights, tokens, positions, cache, step):
+        cache, hidden = toy_model.apply(weights, tokens, positions, cache, step)
+        return cache, hidden[:2]
+
+    def with_aux(aux):
+        return lambda *args: (*toy_model.apply(*args), aux)
 
     donated = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
     donated.k.delete()
@@ -606,25 +625,58 @@ def test_a_model_that_cannot_be_served_is_refused():
     def no_caches(*args):
         return (), toy_model.apply(*args)[1]
 
-    with pytest.raises(ValueError, match=r"logits \[6, vocab\].*Take attend.newest\(x\) before the head"):
-        toy_model.create_engine(model=every_token)
+    with pytest.raises(ValueError, match=r"hidden \[22, \.\.\.\], one row for each token; got \[2, 32\] at its root"):
+        toy_model.create_engine(model=few_rows)
+    for aux, message in (
+        (jnp.zeros(3), r"aux \[22, \.\.\.\], one row for each token; got \[3\]"),
+        ({"experts": 1}, r"aux \[22, \.\.\.\].*; got int at \[0\]\['experts'\]"),
+        (jnp.zeros(22, jnp.bfloat16), "aux must be of 32 bits or bool; got bfloat16 at its root"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            toy_model.create_engine(model=with_aux(aux))
 
-    def old_caches(weights, tokens, positions, cache, attend):
-        return cache, toy_model.apply(weights, tokens, positions, cache, attend)[1]
+    def old_caches(weights, tokens, positions, cache, step):
+        return cache, toy_model.apply(weights, tokens, positions, cache, step)[1]
+
+    def written_twice(weights, tokens, positions, cache, step):
+        cache, _ = toy_model.apply(weights, tokens, positions, cache, step)
+        return toy_model.apply(weights, tokens, positions, cache, step)
+
+    def without_its_result(weights, tokens, positions, cache, step):
+        toy_model.apply(weights, tokens, positions, cache, step)
+        return toy_model.apply(weights, tokens, positions, cache, step)
+
+    def of_two(weights, tokens, positions, caches, step):
+        caches = iter([caches])
+        return toy_model.apply(weights, tokens, positions, next(caches) and next(caches), step)
+
+    for wrong in (written_twice, without_its_result):
+        with pytest.raises(ValueError, match=r"two layers write .* in one step"):
+            toy_model.create_engine(model=wrong)
+    with pytest.raises(ValueError, match="apply asked for more caches than the engine's 1"):
+        toy_model.create_engine(model=of_two)
 
     with pytest.raises(ValueError, match=r"caches like those it was given; .* was float32\[.*\] and is not there"):
         toy_model.create_engine(model=no_caches)
-    with pytest.raises(ValueError, match="apply must return the new caches, which `cache, out = attend"):
+    with pytest.raises(ValueError, match=r"no layer wrote caches\. Call `cache, out = step.attend"):
         toy_model.create_engine(model=old_caches)
-    with pytest.raises(ValueError, match=r"apply must return \(caches, logits\); got KVCache for the logits"):
+    with pytest.raises(ValueError, match=r"apply must return hidden \[22, \.\.\.\], one row for each token"):
         toy_model.create_engine(model=lambda *args: toy_model.apply(*args)[::-1])
-    for wrong, num_returned in ((lambda *args: toy_model.apply(*args)[1], 1), (lambda *args: (1, 2, 3), 3)):
-        with pytest.raises(ValueError, match=rf"return two values, \(caches, logits\); got {num_returned}"):
+    for wrong, num_returned in ((lambda *args: toy_model.apply(*args)[1], 1), (lambda *args: (1, 2, 3, 4), 4)):
+        with pytest.raises(ValueError, match=rf"\(caches, hidden\) or \(caches, hidden, aux\); got {num_returned}"):
             toy_model.create_engine(model=wrong)
+    for options, message in (
+        (dict(head=lambda weights, hidden: hidden[:1]), r"head must return logits \[6, vocab\]; got \[1, 32\]"),
+        (dict(head=lambda weights, hidden: None), r"head must return logits \[6, vocab\]; got NoneType"),
+        (dict(vocab_size=VOCAB + 1), rf"head must return logits \[6, {VOCAB + 1}\]; got \[6, {VOCAB}\]"),
+        (dict(head=None, vocab_size=VOCAB), rf"head=None must return logits \[6, {VOCAB}\]; got \[6, 32\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            toy_model.create_engine(**options)
     with pytest.raises(ValueError, match="these caches were donated, perhaps to another engine"):
         create_engine(cache=donated, weights=random_weights())
     with pytest.raises(ValueError, match="caches must be a pytree of KVCaches"):
-        Engine(toy_model.apply, random_weights(), [jnp.ones(3)])
+        Engine(toy_model.apply, random_weights(), [jnp.ones(3)], head=None)
 
 
 def test_what_an_engine_is_made_from_is_checked():
@@ -673,13 +725,17 @@ def scaled_engine():
     """Of caches in a tuple that `apply` returns in a list, of weights with a number among them, and of a prefix cache
     whose blocks are longer than any request."""
 
-    def apply(weights, tokens, positions, caches, attend):
-        cache, logits = toy_model.apply(weights["model"], tokens, positions, caches[0], attend)
-        return [cache, caches[1]], logits * weights["scale"]
+    def apply(weights, tokens, positions, caches, step):
+        both = [toy_model.apply(weights["model"], tokens, positions, cache, step) for cache in caches]
+        return [cache for cache, _ in both], both[0][1]
+
+    def head(weights, hidden):
+        return toy_model.head(weights["model"], hidden) * weights["scale"]
 
     sizes = dict(num_blocks=4, block_size=16, num_kv_heads=4, head_dim=8, dtype="float32")
     return create_engine(
         model=apply,
+        head=head,
         weights={"model": random_weights(), "scale": 1.0},
         cache=tuple(KVCache.create(**sizes) for _ in range(2)),
         max_model_len=12,
@@ -711,12 +767,11 @@ def test_attend_turns_neighbours():
     )
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 1, toy_model.HEAD_DIM))
     positions, slots = allocator.positions(1)[:, 0], slots[:, -1]
-    indices = jnp.arange(2, dtype=jnp.int32)
-    step = StepAttention(allocator, positions, slots, None, indices, indices)
-    found, _ = step(q, k, v, cache, rotary_frequencies=toy_model.FREQUENCIES, interleaved=True)
+    step = AttentionStep.create(allocator, slots)
+    found, _ = step.attend(q, k, v, cache, rotary_frequencies=toy_model.FREQUENCIES, interleaved=True)
     expected, _ = rotate_and_write_kv(cache, q, k, v, slots, positions, toy_model.FREQUENCIES, interleaved=True)
     assert (found.k == expected.k).all()
-    halves, _ = step(q, k, v, cache, rotary_frequencies=toy_model.FREQUENCIES)
+    halves, _ = step.attend(q, k, v, cache, rotary_frequencies=toy_model.FREQUENCIES)
     assert (halves.k != expected.k).any()
     with pytest.raises(
         ValueError, match=r"rotates nothing without rotary_frequencies; got rotary_frequencies=None. Pass"
@@ -757,16 +812,16 @@ def test_the_layers_of_a_step_follow_one_plan(max_blocks, options, before, insid
     module = PagedAttention(128, settings, rngs=nnx.Rngs(0))
 
     def run(stack):
-        attend = step_attention(allocator, step, Kind(8, 8), stack)
+        attention_step = make_attention_step(allocator, step, Kind(8, 8), stack)
 
         def layer(carry, index):
             stack, x = carry
             cache = CacheLayer(stack, index)
             if by_module:
-                cache, x = attend.call(module, x, cache)
+                cache, x = module(x, cache, attention_step)
             else:
                 heads = x.reshape(8, 2, 64)
-                cache, x = attend(heads, heads, heads, cache, **options)
+                cache, x = attention_step.attend(heads, heads, heads, cache, **options)
             return (cache.stack, x.reshape(8, 128)), None
 
         return jax.lax.scan(layer, (stack, jnp.ones((8, 128), jnp.bfloat16)), jnp.arange(3))

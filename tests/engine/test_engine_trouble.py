@@ -332,9 +332,9 @@ class Failing:
             raise ValueError("the model fails")
         return x
 
-    def apply(self, weights, tokens, positions, cache, attend):
-        cache, logits = toy_model.apply(weights, tokens, positions, cache, attend)
-        return cache, jax.pure_callback(self.call, jax.ShapeDtypeStruct(logits.shape, logits.dtype), logits)
+    def apply(self, weights, tokens, positions, cache, step):
+        cache, hidden = toy_model.apply(weights, tokens, positions, cache, step)
+        return cache, jax.pure_callback(self.call, jax.ShapeDtypeStruct(hidden.shape, hidden.dtype), hidden)
 
 
 def test_an_engine_whose_model_fails_says_so_and_refuses_everything(expected):

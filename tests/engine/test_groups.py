@@ -32,16 +32,20 @@ def random_weights(num_layers, seed=0):
     return {name: jax.random.normal(key, shape) * 0.4 for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
 
 
-def apply(windows, groups: LayerGroups, weights, tokens, positions, caches, attend):
+def apply(windows, groups: LayerGroups, weights, tokens, positions, caches, step):
     caches, x = list(caches), weights["embedding"][tokens]
     for i, (window, (index, group)) in enumerate(zip(windows, groups.layers, strict=True)):
         heads = (x @ weights["qkv"][i]).reshape(len(tokens), -1, HEAD_DIM)
         q, k, v = jnp.split(heads, (HEADS, HEADS + KV_HEADS), axis=1)
-        caches[index], out = attend(
-            q, k, v, caches[index], group=group, sliding_window=window, rotary_frequencies=FREQUENCIES
+        caches[index], out = step.group(group).attend(
+            q, k, v, caches[index], sliding_window=window, rotary_frequencies=FREQUENCIES
         )
         x = x + jnp.tanh(out.reshape(len(tokens), -1) @ weights["out"][i])
-    return caches, attend.newest(x) @ weights["head"]
+    return caches, x
+
+
+def head(weights, hidden):
+    return hidden @ weights["head"]
 
 
 def logits_after(windows, weights, tokens):
@@ -89,6 +93,7 @@ def engine(family, *, num_blocks, widths=None, prefix_cache=False, num_drafts=0)
         functools.partial(apply, windows, groups),
         random_weights(len(windows)),
         [cache(dtype="float32") for _ in range(groups.num_caches)],
+        head=head,
         options=EngineOptions(
             windows=groups.windows,
             max_num_seqs=SEATS,
@@ -183,15 +188,17 @@ def test_a_request_that_never_fits_is_refused():
 
 
 def test_a_layer_must_name_its_group_and_keep_to_its_window():
-    def without(name, weights, tokens, positions, caches, attend):
+    def without(name, weights, tokens, positions, caches, step):
         q = jnp.zeros((len(tokens), 1, HEAD_DIM))
-        kwargs = dict(group=1, sliding_window=6)
-        del kwargs[name]
-        cache, out = attend(q, q, q, caches[0], **kwargs)
-        return [cache], attend.newest(out[:, 0])
+        step, options = (step, dict(sliding_window=6)) if name == "group" else (step.group(1), {})
+        cache, out = step.attend(q, q, q, caches[0], **options)
+        return [cache], out[:, 0]
 
     cache = KVCache.create(num_blocks=9, block_size=4, num_kv_heads=1, head_dim=HEAD_DIM, dtype="float32")
     options = EngineOptions(windows=(None, 6), max_num_seqs=2, max_model_len=8)
-    for name, message in (("group", "pass group"), ("sliding_window", "pass sliding_window=6 or less; got None")):
+    for name, message in (
+        ("group", r"call step.group\(i\)"),
+        ("sliding_window", "pass sliding_window=6 or less; got None"),
+    ):
         with pytest.raises(ValueError, match=message):
-            Engine(functools.partial(without, name), {}, [cache], options=options)
+            Engine(functools.partial(without, name), {}, [cache], head=None, options=options)

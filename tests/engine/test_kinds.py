@@ -166,7 +166,7 @@ def test_sizes_that_are_given_are_checked():
 def test_an_engine_without_any_size_serves_and_says_what_it_chose():
     weights = toy_model.random_weights()
     cache = KVCache.create(num_blocks=25, block_size=4, num_kv_heads=4, head_dim=8, dtype="float32")
-    engine = Engine(toy_model.apply, weights, cache)
+    engine = Engine(toy_model.apply, weights, cache, head=toy_model.head)
     params = SamplingParams(max_tokens=20, temperature=0)
     prompts = [[1, 2, 3], [4] * 25, [5], *[[6, i] for i in range(9)]]
     outputs = engine.generate(prompts, params)

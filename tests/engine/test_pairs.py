@@ -15,7 +15,7 @@ import pytest
 from jaxpaged import Engine, EngineOptions, KVCache, SamplingParams, layer_groups, rotary_frequencies
 from jaxpaged._engine import kinds, program
 from jaxpaged._engine.requests import completion_seed
-from tests.toy_model import VOCAB, drawn, kept, one_kind_of_steps
+from tests.toy_model import VOCAB, drawn, head, kept, one_kind_of_steps
 
 pytestmark = pytest.mark.slow
 
@@ -74,17 +74,16 @@ def random_weights(seed):
     return {name: jnp.asarray(rng.normal(size=shape) * 0.5, jnp.float32) for name, shape in shapes.items()}
 
 
-def apply(config, groups, weights, tokens, positions, caches, attend):
+def apply(config, groups, weights, tokens, positions, caches, step):
     x, caches = weights["embedding"][tokens], list(caches)
     if config["adapters"]:
-        x += weights["adapters"][1 + attend.adapters]
+        x += weights["adapters"][1 + step.adapters]
     for i, (window, (index, group)) in enumerate(zip(config["windows"], groups.layers, strict=True)):
         q, k, v = jnp.split((x @ weights["qkv"][i]).reshape(len(x), 3 * HEADS, HEAD_DIM), 3, axis=1)
-        options = dict(group=group, sliding_window=window, rotary_frequencies=FREQUENCIES)
-        caches[index], out = attend(q, k, v, caches[index], **options)
+        options = dict(sliding_window=window, rotary_frequencies=FREQUENCIES)
+        caches[index], out = step.group(group).attend(q, k, v, caches[index], **options)
         x += jnp.tanh(out.reshape(len(x), -1) @ weights["out"][i])
-    logits = attend.newest(x) @ weights["head"]
-    return (caches, logits, x) if config["drafts"] == "from hidden states" else (caches, logits)
+    return caches, x, {"tokens": tokens, "positions": positions[:, None]}
 
 
 def logits_of(windows, weights, tokens, adapter, *, has_adapters):
@@ -120,7 +119,7 @@ def create_engine(config):
     drafts = {
         "none": dict(num_speculative_tokens=0),
         "from text": dict(num_speculative_tokens=3),
-        "from hidden states": dict(num_speculative_tokens=2, hidden=jax.ShapeDtypeStruct((FEATURES,), jnp.float32)),
+        "from hidden states": dict(num_speculative_tokens=2),
     }[config["drafts"]]
     widths = (7,) if drafts["num_speculative_tokens"] and not config["exact"] else (2,) if config["narrow"] else ()
     least = 1 if config["cached"] == "read once" else None
@@ -129,8 +128,10 @@ def create_engine(config):
             functools.partial(apply, config, groups),
             random_weights(0),
             [KVCache.create(**sizes) for _ in range(groups.num_caches)],
+            head=head,
             draft=from_hidden if config["drafts"] == "from hidden states" else None,
             options=EngineOptions(
+                vocab_size=VOCAB,
                 windows=groups.windows,
                 max_num_seqs=SEATS,
                 max_model_len=MAX_LENGTH,
@@ -233,6 +234,8 @@ class Checker:
             else:
                 logprobs.append(log_softmax(row)[text[position]])
         assert completion.token_ids == expected
+        assert completion.aux["tokens"].tolist() == text[len(prompt) - 1 : -1]
+        assert completion.aux["positions"].tolist() == [[p] for p in range(len(prompt) - 1, len(text) - 1)]
         is_stopped = completion.token_ids[-1] in params.stop_token_ids
         assert completion.finish_reason == ("stop" if is_stopped else "length")
         assert is_stopped or len(completion.token_ids) == params.max_tokens

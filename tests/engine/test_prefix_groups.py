@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpaged import AttentionSettings, BlockAllocator, KVCache, SamplingParams, StepAttention, _device
+from jaxpaged import AttentionSettings, AttentionStep, BlockAllocator, KVCache, SamplingParams, _device
 from jaxpaged._attention import run
 from jaxpaged._attention.shared_prefix import PrefixGroups
 from jaxpaged._engine.defaults import chosen_least_spared
@@ -162,8 +162,7 @@ def test_layers_read_shared_blocks_once_unless_they_have_a_way_of_their_own(by_m
     cache = KVCache.create(num_blocks=64, block_size=4, num_kv_heads=2, head_dim=16, dtype="float32")
     cache = dataclasses.replace(cache, k=jax.random.normal(jax.random.key(0), cache.k.shape), v=cache.v + 1)
     groups = PrefixGroups(*(jnp.array(x, jnp.int32) for x in ([0, 2, 2], [0, 0], [2, 2, 0])))
-    positions, indices = allocator.lengths - 1, jnp.arange(3, dtype=jnp.int32)
-    slots = allocator.slots(indices, positions)
+    slots = allocator.slots(jnp.arange(3, dtype=jnp.int32), allocator.lengths - 1)
     options = {} if own is None else {own: 2}
     settings = AttentionSettings(num_heads=2, num_kv_heads=2, head_dim=16, rotary_frequencies=None, **options)
     module = PagedAttention(32, settings, rngs=nnx.Rngs(0))
@@ -171,11 +170,11 @@ def test_layers_read_shared_blocks_once_unless_they_have_a_way_of_their_own(by_m
 
     def attended(groups):
         starts = jnp.arange(4, dtype=jnp.int32) if is_packed else None
-        attend = StepAttention(allocator, positions, slots, starts, indices, indices, prefix_groups=groups)
+        step = AttentionStep.create(allocator, slots, query_starts=starts, prefix_groups=groups)
         if by_module:
-            return attend.call(module, x, cache)[1]
+            return module(x, cache, step)[1]
         heads = x.reshape(3, 2, 16)
-        return attend(heads, heads, heads, cache, **options)[1]
+        return step.attend(heads, heads, heads, cache, **options)[1]
 
     plain = attended(None)
     assert len(calls) == 1

@@ -18,6 +18,7 @@ from tests.toy_model import (
     create_engine,
     fewer_blocks,
     finish,
+    head,
     logits_after,
     project,
     random_weights,
@@ -150,14 +151,18 @@ def test_logits_exist_for_one_group_of_rows_at_a_time():
 
 
 def test_groups_of_rows_have_more_than_the_sequences_if_these_are_few():
-    def apply_by_parts(weights, tokens, positions, cache, attend):
+    def apply_by_parts(weights, tokens, positions, cache, step):
         x, q, k, v = project(weights, tokens)
-        cache, out = attend(q, k, v, cache, rotary_frequencies=FREQUENCIES)
-        newest = attend.newest(x) + attend.newest(out.reshape(x.shape))
-        assert len(newest) == attend.num_newest
-        return cache, newest @ weights["head"]
+        cache, out = step.attend(q, k, v, cache, rotary_frequencies=FREQUENCIES)
+        return cache, (x, out)
 
-    engine = create_engine(model=apply_by_parts, max_num_seqs=2, chunk_tokens=30, widths=(), batch_invariant=True)
+    def head(weights, hidden):
+        x, out = hidden
+        return (x + out.reshape(x.shape)) @ weights["head"]
+
+    engine = create_engine(
+        model=apply_by_parts, head=head, max_num_seqs=2, chunk_tokens=30, widths=(), batch_invariant=True
+    )
     prompts = [[7, 8, 9] * 5, [3, 1], [4] * 11]
     params = [SamplingParams(max_tokens=20, temperature=t, seed=i, logprobs=True) for i, t in enumerate((0, 1, 0.7))]
     sampled = [output.outputs[0] for output in engine.generate(prompts, params)]
@@ -182,16 +187,17 @@ def test_what_cannot_be_scored_is_refused():
         SamplingParams(prompt_logprobs=5)
 
 
-def test_a_model_without_a_head_of_its_own_is_refused():
-    def in_jit(weights, tokens, positions, cache, attend):
-        return jax.jit(lambda cache: apply(weights, tokens, positions, cache, attend))(cache)
+def test_the_head_sees_only_rows_that_are_drawn_or_scored_and_the_model_is_traced_once_for_a_number_of_tokens():
+    traced, rows = [], []
 
-    def picked(weights, tokens, positions, cache, attend):
-        q = weights["embedding"][tokens].reshape(-1, 4, 8)
-        cache, out = attend(q, q, q, cache)
-        return cache, out.reshape(-1, 32)[attend.last] @ weights["head"]
+    def apply_and_count(weights, tokens, positions, cache, step):
+        traced.append(len(tokens))
+        return jax.jit(apply)(weights, tokens, positions, cache, step)
 
-    with pytest.raises(ValueError, match="apply never called attend"):
-        create_engine(model=picked, widths=())
-    with pytest.raises(ValueError, match="in apply itself, not in a function"):
-        create_engine(model=in_jit, widths=())
+    def head_and_count(weights, hidden):
+        rows.append(len(hidden))
+        return head(weights, hidden)
+
+    create_engine(model=apply_and_count, head=head_and_count, widths=(2,), chunk_tokens=30)
+    assert sorted(traced) == [2, SEATS, SEATS + 30]
+    assert max(rows) < SEATS + 30

@@ -17,10 +17,19 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpaged.nnx
-from jaxpaged import BlockAllocator, Engine, EngineOptions, KVCache, LatentSettings, _device, rotary_frequencies
+from jaxpaged import (
+    AttentionStep,
+    BlockAllocator,
+    Engine,
+    EngineOptions,
+    KVCache,
+    LatentSettings,
+    _device,
+    rotary_frequencies,
+)
 from jaxpaged._engine.defaults import COMPILER_OPTIONS
 from jaxpaged._engine.sampling import sample
-from jaxpaged._engine.slices import Setup, run_slice
+from jaxpaged._engine.slices import Setup, apply_model, run_slice
 from jaxpaged._scheduler.records import Sampling
 from lib import llama, routed_experts
 from tests import toy_model
@@ -31,19 +40,23 @@ from tests.kernels.lowering import mosaic_for
 pytestmark = pytest.mark.skipif(not resources.installed(), reason="needs ptxas, see make test-ptxas")
 
 
-def apply_to_parts(weights, tokens, positions, cache, attend):
+def apply_to_parts(weights, tokens, positions, cache, step):
     """The toy model with a matrix each for q, k and v."""
     x = weights["embedding"][tokens]
     q, k, v = ((x @ part).reshape(len(tokens), toy_model.HEADS, toy_model.HEAD_DIM) for part in weights["qkv"])
-    cache, out = attend(q, k, v, cache)
-    return cache, attend.newest(x + out.reshape(x.shape)) @ weights["head"]
+    cache, out = step.attend(q, k, v, cache)
+    return cache, x + out.reshape(x.shape)
 
 
-def apply_by_kernels(weights, tokens, positions, cache, attend):
+def apply_by_kernels(weights, tokens, positions, cache, step):
     """Heads as the kernels take them."""
     x = weights["embedding"][tokens]
-    cache, out = attend(x, x, x, cache)
-    return cache, jnp.einsum("shd,vhd->sv", attend.newest(x + out), weights["embedding"])
+    cache, out = step.attend(x, x, x, cache)
+    return cache, x + out
+
+
+def head_of_heads(weights, hidden):
+    return jnp.einsum("shd,vhd->sv", hidden, weights["embedding"])
 
 
 def compiled(function, *arguments, **how):
@@ -56,26 +69,27 @@ def compiled(function, *arguments, **how):
         return jitted.lower(*types).compile().as_text()
 
 
-def compiled_slice(apply, engine, weights):
+def compiled_slice(apply, head, engine, weights):
     runner = engine._runner
+    model = functools.partial(apply_model, apply)
     news = runner.program.inbox_of([], [], wants_logprobs=False, num_steps=0, forgets=engine._books.forgets)
-    slice_of = functools.partial(run_slice, Setup(apply, runner.kinds, runner.options))
+    slice_of = functools.partial(run_slice, Setup(model, head, runner.kinds, runner.options))
     return compiled(slice_of, weights, runner.state_of_slice, news, donate_argnums=1)
 
 
 def without_kernels():
     weights = toy_model.random_weights()
     parts = {"qkv": jnp.split(weights["qkv"], 3, axis=1)}
-    return compiled_slice(apply_to_parts, toy_model.shared_engine(16), weights | parts)
+    return compiled_slice(apply_to_parts, toy_model.head, toy_model.shared_engine(16), weights | parts)
 
 
 def with_kernels():
     cache = KVCache.create(num_blocks=64, block_size=16, num_kv_heads=2, head_dim=64)
     weights = {"embedding": jnp.zeros((48, 2, 64), jnp.bfloat16)}
     options = EngineOptions(max_num_seqs=8, chunk_tokens=56, widths=(4,), steps_per_slice=3, prefix_cache=True)
-    engine = Engine(apply_by_kernels, weights, cache, options=options)
+    engine = Engine(apply_by_kernels, weights, cache, head=head_of_heads, options=options)
     _device.is_gpu, _device.gpu = lambda: True, lambda: _device.named("H100")
-    return compiled_slice(apply_by_kernels, engine, weights)
+    return compiled_slice(apply_by_kernels, head_of_heads, engine, weights)
 
 
 # Elements of one of the large weights, more than of all else, workspaces of cuBLAS included.
@@ -108,8 +122,8 @@ def latents():
     cache = KVCache.create(**blocks, is_latent=True, num_kv_heads=1, head_dim=576, value_dim=512)
     allocator = BlockAllocator.create(**blocks, num_seqs=ROWS, max_blocks_per_seq=1)
     make = functools.partial(jaxpaged.nnx.LatentAttention, FEATURES, settings)
-    x, slots = jnp.zeros((ROWS, 1, FEATURES), jnp.bfloat16), jnp.zeros((ROWS, 1), jnp.int32)
-    return compiled_module(make, x, cache, allocator, slots)
+    step = AttentionStep.create(allocator, jnp.zeros(ROWS, jnp.int32))
+    return compiled_module(make, jnp.zeros((ROWS, FEATURES), jnp.bfloat16), cache, step)
 
 
 def sampling():

@@ -18,6 +18,7 @@ from tests.toy_model import (
     apply,
     create_engine,
     fewer_blocks,
+    head,
     logits_after,
     random_weights,
 )
@@ -112,12 +113,12 @@ def test_more_than_the_engine_looks_for_are_refused():
 
 
 def test_generate_makes_an_engine_that_reports_as_many_as_are_asked_for():
-    def model(weights, tokens, positions, caches, attend):
-        cache, logits = apply(weights, tokens, positions, *caches, attend)
-        return (cache,), logits
+    def model(weights, tokens, positions, caches, step):
+        cache, hidden = apply(weights, tokens, positions, *caches, step)
+        return (cache,), hidden
 
     params = [SamplingParams(max_tokens=3, temperature=0, top_logprobs=num) for num in (0, 2)]
-    sizes = dict(num_layers=1, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype="float32")
+    sizes = dict(head=head, num_layers=1, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype="float32")
     prompt = [3, 1, 4]
     _, output = generate(model, random_weights(), [prompt, prompt], params, **sizes)
     (completion,) = output.outputs

@@ -1,0 +1,272 @@
+"""The tokens of one step: where each is written, and what it sees. What a model's layers attend with."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypedDict, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._attention.attend import attend
+from jaxpaged._attention.choose import Implementation
+from jaxpaged._attention.plan import check_partitions, plan_step
+from jaxpaged._attention.runs import packed_positions
+from jaxpaged._attention.shared_prefix import PrefixGroups
+from jaxpaged._attention.writes import note_write
+from jaxpaged._cache.kv_cache import KVCache
+from jaxpaged._cache.layers import CacheLayer, pools_of
+from jaxpaged._cache.rotate import check_interleaved, cos_sin, rotate, rotate_and_write_kv
+from jaxpaged._cache.write import write_kv
+from jaxpaged._integers import as_int32, checked_size
+from jaxpaged._on_shards import is_whole
+from jaxpaged._public_state import public_state
+from pallas_kernels.decode.partition_plan import PartitionPlan
+
+OWN_PARTITIONS = ("num_partitions", "sliding_window")  # a layer with one of these does not follow the step's plan
+
+
+class LayerKeywords(TypedDict, total=False):
+    """The options of `paged_attention` that a layer has, and a step has not."""
+
+    scale: ArrayLike | None
+    sliding_window: ArrayLike | None
+    logits_soft_cap: ArrayLike | None
+    alibi_slopes: ArrayLike | None
+    sinks: ArrayLike | None
+    num_partitions: int | None
+    implementation: Implementation | None
+
+
+@public_state
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionStep:
+    """The tokens that a step computes: of which sequences they are, where they are written, and what they see.
+
+    Functions, Flax modules and models that an `Engine` runs all attend with it: `cache, out = step.attend(q, k, v,
+    cache)` in each layer. It is a pytree, and may be passed to `jit`, `scan`, `vmap`, `remat` and `jax.export`.
+
+    Its tokens are in one of three layouts:
+
+    - one token of each sequence: `slots` is `[seqs]`;
+    - as many of each sequence: `slots` is `[seqs, q_len]`, a sequence's newest tokens last;
+    - packed, with `query_starts`: `slots` is `[tokens]`, the tokens of one sequence after those of another. vLLM and
+      FlashAttention call `query_starts` `cu_seqlens_q`, JAX's TPU kernels `cu_q_lens`.
+
+    `create` makes one; an engine gives `apply` one.
+
+    Attributes:
+        allocator: after the `append` that made room for the tokens, so that its lengths count them.
+        slots: int32 in the step's layout, or with several groups of layers `[groups, ...]`: where each token's key and
+            value are written; outside the pool for padding.
+        positions: int32 in the step's layout, each token's position in its sequence.
+        query_starts: int32 `[seqs + 1]`, where the tokens of each sequence begin. None: they are not packed.
+        tree_mask: uint32 `[seqs, q_len, words]`, of `jaxpaged.tree_mask`: which of its sequence's new tokens each token
+            sees. None: those before it.
+        prefix_groups: sequences that begin with the same blocks, which are read once. None: each reads its own.
+        adapters: int32 `[tokens]`, the adapter of each token, for `jaxpaged.lora`; -1: none. None: there are none.
+        plan: how the work of a layer without a window is cut. None: each layer decides.
+        num_partitions: into how many parts each sequence is cut, as in `paged_attention`. None: as many as fill a GPU.
+        group_index: of the group of layers that this is for; 0 before `group` is called.
+    """
+
+    allocator: BlockAllocator
+    slots: jax.Array
+    positions: jax.Array
+    query_starts: jax.Array | None = None
+    tree_mask: jax.Array | None = None
+    prefix_groups: PrefixGroups | None = None
+    adapters: jax.Array | None = None
+    plan: PartitionPlan | None = None
+    num_partitions: int | None = dataclasses.field(default=None, metadata=dict(static=True))
+    group_index: int = dataclasses.field(default=0, metadata=dict(static=True))
+
+    @classmethod
+    def create(
+        cls,
+        allocator: BlockAllocator,
+        slots: ArrayLike,
+        *,
+        positions: ArrayLike | None = None,
+        query_starts: ArrayLike | None = None,
+        tree_mask: ArrayLike | None = None,
+        prefix_groups: PrefixGroups | None = None,
+        adapters: ArrayLike | None = None,
+        num_kv_heads: int | None = None,
+        num_partitions: int | None = None,
+    ) -> AttentionStep:
+        """A step of the tokens that were appended last.
+
+        Args:
+            allocator: after the `append` that made room for the tokens.
+            slots: int32, what that `append` returned, `[seqs]` or `[seqs, q_len]`; or packed `[tokens]`, from
+                `BlockAllocator.slots`. With several groups of layers with an axis of groups in front.
+            positions: int32, as slots without the groups. None: those of the newest tokens of each sequence. Of a tree:
+                each token's depth plus the length of the history.
+            query_starts: int32 `[seqs + 1]`, not descending, where each sequence's tokens begin.
+            tree_mask: from `jaxpaged.tree_mask`, for tokens that are not packed.
+            prefix_groups: as an engine passes them.
+            adapters: int32 `[tokens]`.
+            num_kv_heads: of the caches; inside `jax.shard_map`, of one device's. The step then decides once how the
+                work of all layers is cut, instead of each layer: make it outside of a scan over layers. None: each
+                decides.
+            num_partitions: of each sequence, for layers that name no other number.
+
+        Raises:
+            ValueError: slots, positions or query_starts of another shape or dtype.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxpaged
+            >>> cache = jaxpaged.KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64)
+            >>> sizes = dict(num_blocks=8, block_size=16, num_seqs=1, max_blocks_per_seq=4)
+            >>> allocator = jaxpaged.BlockAllocator.create(**sizes)
+            >>> allocator, slots, ok = allocator.append(jnp.array([3]), q_len=3)
+            >>> step = jaxpaged.AttentionStep.create(allocator, slots)
+            >>> q, kv = jnp.ones((1, 3, 4, 64), jnp.bfloat16), jnp.ones((1, 3, 2, 64), jnp.bfloat16)
+            >>> cache, out = step.attend(q, kv, kv, cache)
+            >>> out.shape
+            (1, 3, 4, 64)
+        """
+        slots = as_int32(slots)
+        shape, num_seqs = slots.shape[allocator.num_groups > 1 :], allocator.lengths.shape[0]
+        is_packed, num_partitions = query_starts is not None, check_partitions(num_partitions)
+        if slots.dtype != jnp.int32 or len(shape) not in ((1,) if is_packed else (1, 2)):
+            raise ValueError(
+                "slots must be int32 [seqs], [seqs, q_len] or with query_starts [tokens], of each group of layers; "
+                f"got {slots.dtype} {list(slots.shape)} for {allocator.num_groups} groups."
+            )
+        if not is_packed and shape[0] != num_seqs:
+            raise ValueError(
+                f"slots must have a row for each of the allocator's {num_seqs} sequences; got {list(slots.shape)}. "
+                "Pass query_starts with packed tokens."
+            )
+        if is_packed:
+            query_starts = as_int32(query_starts)
+            if query_starts.shape != (num_seqs + 1,) or query_starts.dtype != jnp.int32:
+                raise ValueError(
+                    f"query_starts must be int32 [{num_seqs + 1}], one more than the allocator's sequences; got "
+                    f"{query_starts.dtype} {list(query_starts.shape)}."
+                )
+        if positions is not None:
+            positions = as_int32(positions)
+            if positions.shape != shape or positions.dtype != jnp.int32:
+                raise ValueError(
+                    f"positions must be int32 {list(shape)}, one a token; got {positions.dtype} "
+                    f"{list(positions.shape)}."
+                )
+        elif is_packed:
+            positions = packed_positions(query_starts, allocator.lengths, tokens=shape[0])
+        else:
+            positions = allocator.positions(shape[1] if len(shape) > 1 else 1).reshape(shape)
+        plan = None
+        if num_kv_heads is not None and not is_packed and num_partitions is None and is_whole(allocator.lengths):
+            lengths, q_len = allocator.lengths, shape[1] if len(shape) > 1 else 1
+            if prefix_groups is not None:
+                lengths -= prefix_groups.num_blocks * allocator.block_size
+            capacity = allocator.block_tables.shape[-1] * allocator.block_size
+            num_kv_heads = checked_size("num_kv_heads", num_kv_heads)
+            plan = plan_step(lengths, num_kv_heads=num_kv_heads, q_len=q_len, capacity=capacity)
+        return cls(
+            allocator=allocator,
+            slots=slots,
+            positions=positions,
+            query_starts=query_starts,
+            tree_mask=None if tree_mask is None else jnp.asarray(tree_mask),
+            prefix_groups=prefix_groups,
+            adapters=None if adapters is None else as_int32(adapters),
+            plan=plan,
+            num_partitions=num_partitions,
+        )
+
+    def group(self, index: int) -> AttentionStep:
+        """The step for the layers of one group, of a model with several `windows`.
+
+        Raises:
+            ValueError: there is no such group.
+        """
+        allocator = self.allocator.group(index)
+        slots = self.slots if self.allocator.num_groups == 1 else self.slots[index]
+        return dataclasses.replace(self, allocator=allocator, slots=slots, group_index=index)
+
+    def attend[C: (KVCache, CacheLayer)](
+        self,
+        q: jax.Array,
+        k: jax.Array | None,
+        v: jax.Array | None,
+        cache: C,
+        *,
+        rotary_frequencies: tuple[float, ...] | None = None,
+        interleaved: bool = False,
+        **options: Unpack[LayerKeywords],
+    ) -> tuple[C, jax.Array]:
+        """Writes k and v of the step's tokens to the cache, and attends from q.
+
+        Args:
+            q: `[..., heads, head_dim]`, in the step's layout. A model with a batch axis may keep it as an axis of one:
+                `[1, tokens, heads, head_dim]` or `[tokens, 1, heads, head_dim]`.
+            k: `[..., kv_heads, head_dim]`, with the same axes as q. None: a layer that reads the cache of another,
+                which wrote it in this step; nothing is written.
+            v: `[..., kv_heads, value_dim]`. None for a latent cache.
+            cache: this layer's cache, or `CacheLayer(stack, i)`.
+            rotary_frequencies: rotate q and k by their positions, as `rotate_and_write_kv` does. None: do not.
+            interleaved: whether a rotated pair is two neighbours, instead of one number from each half of a head.
+            options: `scale`, `sliding_window`, `logits_soft_cap`, `alibi_slopes`, `sinks`, `num_partitions` and
+                `implementation` of `paged_attention`.
+
+        Returns:
+            The new cache, and the output in q's shape, its last axis that of the values.
+
+        Raises:
+            ValueError: the last argument is no cache, the step has several groups of layers, `interleaved` without
+                `rotary_frequencies`, a cache with other blocks than the allocator's, a `sliding_window` wider than the
+                group's, or as in `paged_attention`.
+            NotImplementedError: as in `paged_attention`.
+        """
+        self._check(cache)
+        shape, layout = q.shape, self.positions.shape
+        q, k, v = (x if x is None else x.reshape(*layout, *x.shape[-2:]) for x in (q, k, v))
+        check_interleaved("rotary_frequencies", rotary_frequencies, interleaved=interleaved)
+        before = cache
+        if k is None:
+            if rotary_frequencies is not None:
+                angles = cos_sin(self.positions, jnp.asarray(rotary_frequencies, jnp.float32))
+                q = rotate(q, *angles, interleaved=interleaved, start=pools_of(cache).latent_values or 0)
+        elif rotary_frequencies is None:
+            cache = write_kv(cache, k, v, self.slots)
+        else:
+            cache, q = rotate_and_write_kv(
+                cache, q, k, v, self.slots, self.positions, rotary_frequencies, interleaved=interleaved
+            )
+        if k is not None:
+            note_write(before, cache, self.group_index)
+        return cache, self.read(q, cache, **options).reshape(*shape[:-1], -1)
+
+    def read(self, q: jax.Array, cache: KVCache | CacheLayer, **options: Unpack[LayerKeywords]) -> jax.Array:
+        """Attention from q, in the step's layout and rotated, over a cache that has the step's tokens."""
+        follows = all(options.get(name) is None for name in OWN_PARTITIONS) and is_whole(q)
+        if options.get("num_partitions") is None:
+            options["num_partitions"] = self.num_partitions
+        return attend(
+            q,
+            cache,
+            self.allocator,
+            query_starts=self.query_starts,
+            tree_mask=self.tree_mask,
+            shared_prefix=self.prefix_groups,
+            plan=self.plan if follows else None,
+            **options,
+        )
+
+    def _check(self, cache: Any) -> None:
+        if not isinstance(cache, KVCache | CacheLayer):
+            raise ValueError(
+                f"attend(q, k, v, cache) takes the cache last, a KVCache or CacheLayer; got {type(cache).__name__}."
+            )
+        if self.allocator.num_groups > 1:
+            raise ValueError(
+                f"the step has {self.allocator.num_groups} groups of layers: call step.group(i), with the group of the "
+                "layer, and attend with what it returns."
+            )

@@ -1,0 +1,137 @@
+"""A stand-in for `AttentionStep` without a cache: whole sequences in plain jnp, which can be differentiated."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jaxpaged._attention.attention_step import LayerKeywords
+from jaxpaged._attention.runs import owners
+from jaxpaged._cache.layers import pools_of
+from jaxpaged._cache.rotate import check_interleaved, cos_sin, rotate
+from jaxpaged._integers import as_int32, checked_size
+
+NO_CAP = 1e30  # from here on no cap, as in `paged_attention`
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DenseStep:
+    """What `dense_step` returns.
+
+    Attributes:
+        positions: int32 `[tokens]`, of each token in its sequence.
+        seqs: int32 `[tokens]`, the sequence of each token.
+        adapters: int32 `[tokens]`, or None.
+    """
+
+    positions: jax.Array
+    seqs: jax.Array
+    adapters: jax.Array | None
+
+    def group(self, index: int) -> DenseStep:
+        """The same for all groups of layers."""
+        return self
+
+    def attend[C](
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array | None,
+        cache: C,
+        *,
+        rotary_frequencies: tuple[float, ...] | None = None,
+        interleaved: bool = False,
+        **options: Unpack[LayerKeywords],
+    ) -> tuple[C, jax.Array]:
+        """As `AttentionStep.attend`, with no history. The cache is returned as it is, and may be None unless v is."""
+        check_interleaved("rotary_frequencies", rotary_frequencies, interleaved=interleaved)
+        shape, value_dim = q.shape, None
+        if v is None:
+            if cache is None:
+                raise ValueError("a latent layer needs a cache, which knows how many numbers of k are its values.")
+            value_dim = pools_of(cache).latent_values  # type: ignore[arg-type]
+        q, k = (x.reshape(-1, *x.shape[-2:]) for x in (q, k))
+        v = k[..., :value_dim] if v is None else v.reshape(-1, *v.shape[-2:])
+        if len(q) != len(self.positions):
+            raise ValueError(f"q must have the {len(self.positions)} tokens of the step; got {list(shape)}.")
+        if rotary_frequencies is not None:
+            angles = cos_sin(self.positions, jnp.asarray(rotary_frequencies, jnp.float32))
+            q, k = (rotate(x, *angles, interleaved=interleaved, start=value_dim or 0) for x in (q, k))
+        out = self._attention(q, k, v, options)
+        return cache, out.astype(q.dtype).reshape(*shape[:-1], -1)
+
+    def _attention(self, q: jax.Array, k: jax.Array, v: jax.Array, options: Any) -> jax.Array:
+        group = q.shape[1] // k.shape[1]
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        k, v = (jnp.repeat(x, group, axis=1) for x in (k, v))
+        scale = options.get("scale")
+        logits = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * (
+            q.shape[-1] ** -0.5 if scale is None else scale
+        )
+        cap, slopes, sinks = (options.get(name) for name in ("logits_soft_cap", "alibi_slopes", "sinks"))
+        if cap is not None:
+            logits = jnp.where(cap < NO_CAP, cap * jnp.tanh(logits / cap), logits)
+        distance = self.positions[:, None] - self.positions[None]
+        if slopes is not None:
+            logits -= jnp.asarray(slopes, jnp.float32)[:, None, None] * distance.astype(jnp.float32)[None]
+        is_seen = (self.seqs[:, None] == self.seqs[None]) & (distance >= 0)
+        if (window := options.get("sliding_window")) is not None:
+            is_seen &= distance < window
+        logits = jnp.where(is_seen[None], logits, -jnp.inf)
+        if sinks is not None:
+            column = jnp.broadcast_to(jnp.asarray(sinks, jnp.float32)[:, None, None], (*logits.shape[:2], 1))
+            logits = jnp.concatenate([logits, column], axis=-1)
+        weights = jax.nn.softmax(logits, axis=-1)[..., : len(k)]
+        return jnp.einsum("hqk,khd->qhd", weights, v, precision="highest")
+
+
+def dense_step(
+    num_tokens: int, *, query_starts: ArrayLike | None = None, adapters: ArrayLike | None = None
+) -> DenseStep:
+    """A step of whole sequences, without a cache, for the `apply` of an `Engine`.
+
+    With it the same `apply` computes a learner's forward pass under `jax.grad`, and the expected values of your tests:
+    `_, hidden = apply(weights, tokens, step.positions, caches, step)`. Attention is plain jnp in float32, with
+    `[heads, tokens, tokens]` logits. For a batch, map `apply` over its sequences with `jax.vmap`.
+
+    Args:
+        num_tokens: of all sequences.
+        query_starts: int32 `[seqs + 1]`, where each sequence begins, from 0 to `num_tokens`. None: there is one.
+        adapters: int32 `[tokens]`, as in `AttentionStep`.
+
+    Returns:
+        An object with the `attend`, `group`, `positions` and `adapters` of an `AttentionStep`. Caches go through it
+        unchanged, and may be None, except those of latent layers.
+
+    Raises:
+        ValueError: a number of tokens below 1, or other shapes.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpaged
+        >>> step = jaxpaged.dense_step(3)
+        >>> x = jnp.ones((3, 2, 8))
+        >>> jax.grad(lambda x: step.attend(x, x, x, None)[1].sum())(x).shape
+        (3, 2, 8)
+    """
+    num_tokens = checked_size("num_tokens", num_tokens)
+    every = jnp.arange(num_tokens, dtype=jnp.int32)
+    if query_starts is None:
+        seqs, positions = jnp.zeros_like(every), every
+    else:
+        query_starts = as_int32(query_starts)
+        if query_starts.ndim != 1 or len(query_starts) < 2 or query_starts.dtype != jnp.int32:
+            raise ValueError(
+                f"query_starts must be int32 [seqs + 1]; got {query_starts.dtype} {list(query_starts.shape)}."
+            )
+        seqs = owners(query_starts, tokens=num_tokens)
+        positions = every - query_starts.at[seqs].get(mode="clip")
+    if adapters is not None:
+        adapters = as_int32(adapters)
+        if adapters.shape != (num_tokens,):
+            raise ValueError(f"adapters must be int32 [{num_tokens}], one a token; got {list(adapters.shape)}.")
+    return DenseStep(positions, seqs, adapters)

@@ -1,0 +1,70 @@
+"""Which caches the layers of a model write, while an engine traces it: two layers that write one cache are a mistake.
+
+Nothing fails if they do: the second layer overwrites the keys of the first, and the outputs are wrong.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jaxpaged._cache.kv_cache import KVCache
+
+_watched: contextvars.ContextVar["Writes | None"] = contextvars.ContextVar("writes", default=None)
+
+
+@dataclasses.dataclass
+class Writes:
+    """What is known of arrays of keys, by their ids. Arrays are kept, so that no id is used again.
+
+    Attributes:
+        newest: the name of the cache of each array that holds all that was written to it, and the groups whose layers
+            have written it.
+        kept: all arrays.
+    """
+
+    newest: dict[int, tuple[str, frozenset[int]]]
+    kept: list[Any]
+
+
+@contextlib.contextmanager
+def watch_writes(caches: Any) -> Iterator[None]:
+    """Inside, a cache that is written twice by layers of one group raises `ValueError`."""
+    is_cache = lambda x: isinstance(x, KVCache)  # noqa: E731
+    found = jax.tree.leaves_with_path(caches, is_leaf=is_cache)
+    newest = {id(cache.k): (f"caches{jax.tree_util.keystr(path)}", frozenset[int]()) for path, cache in found}
+    token = _watched.set(Writes(newest, [cache.k for _, cache in found]))
+    try:
+        yield
+    finally:
+        _watched.reset(token)
+
+
+def note_write(before: Any, after: Any, group: int) -> None:
+    """A layer of a group has written a cache. Raises `ValueError` if another of its group had.
+
+    Layers of different groups share caches. Inside a function that `apply` gives to `remat`, `scan` or `cond`, arrays
+    are others, and nothing is noticed.
+    """
+    writes = _watched.get()
+    if writes is None or not isinstance(before, KVCache):
+        return
+    name, groups = writes.newest.get(id(before.k), ("", frozenset[int]()))
+    is_stale = not name and any(before.k is k for k in writes.kept)
+    if (not name and not is_stale) or _trace(before.k) is not _trace(after.k):
+        return
+    if is_stale or group in groups:
+        raise ValueError(
+            f"two layers write {name or 'the same cache'} in one step, and the second overwrites what the first wrote. "
+            "Give each layer a cache of its own, and use and return the cache that step.attend returned."
+        )
+    del writes.newest[id(before.k)]
+    writes.newest[id(after.k)] = name, groups | {group}
+    writes.kept.append(after.k)
+
+
+def _trace(x: Any) -> Any:
+    return getattr(x, "_trace", None)  # JAX has no public name for it

@@ -417,7 +417,8 @@ def test_a_seat_that_a_request_has_left_keeps_no_hidden_state_of_it():
     drafting, nobody = Drafting.create(2, 1, 8, jax.ShapeDtypeStruct((1,), jnp.float32)), 8
     owners = []
     for seated, num_new in (((5, 3), (1, 1)), ((5, 3), (0, 1)), ((nobody, 5), (0, 1)), ((5, nobody), (0, 0))):
-        step = SimpleNamespace(seats=jnp.arange(2), request_ids=jnp.array(seated))
+        rows = jnp.arange(2, dtype=jnp.int32)
+        step = SimpleNamespace(seats=rows, request_ids=jnp.array(seated), last=rows, num_drafts=0 * rows)
         drafting = drafting.with_hidden(jnp.ones((2, 1)), step, jnp.array(num_new), is_mixed=False)
         owners.append(drafting.owners.tolist())
     assert owners == [[5, 3], [5, 3], [-1, 5], [-1, -1]]

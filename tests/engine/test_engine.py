@@ -776,9 +776,9 @@ def test_attend_turns_neighbours():
     with pytest.raises(
         ValueError, match=r"rotates nothing without rotary_frequencies; got rotary_frequencies=None. Pass"
     ):
-        step(q, k, v, cache, interleaved=True)
+        step.attend(q, k, v, cache, interleaved=True)
     with pytest.raises(ValueError, match=r"takes the cache last, a KVCache or CacheLayer; got Array"):
-        step(cache, q, k, v)
+        step.attend(cache, q, k, v)
 
 
 @pytest.mark.parametrize(

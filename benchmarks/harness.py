@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -110,35 +110,25 @@ READ_STAGES, READ_BYTES = 6, 16384  # a ring of 6 x 16 KiB, that is 64 rows of a
 
 
 @functools.partial(jax.jit, static_argnames="slots")
-def read_only(
-    k_cache: jax.Array, v_cache: jax.Array, token: jax.Array, order: jax.Array | None = None, *, slots: int
-) -> jax.Array:
+def read_only(k_cache: jax.Array, v_cache: jax.Array, token: jax.Array, *, slots: int) -> jax.Array:
     """Reads the first `slots` slots of both caches into shared memory and does nothing with them: the floor.
 
-    `token` f32 [128] is handed through, so that calls can be chained. `order`, int32 [blocks]: which block is read as
-    the i-th, instead of block i. On a CPU, for trying the scripts out, a sum.
+    `token` f32 [128] is handed through, so that calls can be chained. On a CPU, for trying the scripts out, a sum.
     """
     if jax.default_backend() != "gpu":
         return token + k_cache.sum(dtype=jnp.float32) + v_cache.sum(dtype=jnp.float32)
     k_rows, v_rows = (cache.reshape(-1, cache.shape[-1]) for cache in (k_cache, v_cache))
-    block_size, kv_heads, head_dim = k_cache.shape[1:]
+    kv_heads, head_dim = k_cache.shape[2:]
     tile = READ_BYTES // (head_dim * k_cache.dtype.itemsize)
-    tiles_of_block = block_size * kv_heads // tile
     num_tiles = max(1, slots * kv_heads // tile)  # a tile of K and one of V
     programs = min(2 * int(jax.devices()[0].core_count), num_tiles)
 
-    def find_row(i: jax.Array, order_gmem: Any) -> jax.Array:
-        if order is None:
-            return i * tile
-        block, part = lax.div(i, jnp.int32(tiles_of_block)), lax.rem(i, jnp.int32(tiles_of_block))
-        return (order_gmem[block] * tiles_of_block + part) * tile
-
-    def kernel(k_gmem, v_gmem, token_gmem, order_gmem, out_gmem, ring_smem, token_smem, full, token_full):  # type: ignore[no-untyped-def]
+    def kernel(k_gmem, v_gmem, token_gmem, out_gmem, ring_smem, token_smem, full, token_full):  # type: ignore[no-untyped-def]
         program = lax.axis_index("program")
         mine = lax.div(num_tiles - program + programs - 1, jnp.int32(programs)) * 2
 
         def fetch(i: jax.Array) -> None:
-            row = find_row(program + lax.div(i, jnp.int32(2)) * programs, order_gmem)
+            row = (program + lax.div(i, jnp.int32(2)) * programs) * tile
             for which, source in enumerate((k_gmem, v_gmem)):
 
                 @pl.when(lax.rem(i, jnp.int32(2)) == which)
@@ -180,17 +170,16 @@ def read_only(
             plgpu.Barrier(num_barriers=READ_STAGES),
             plgpu.Barrier(),
         ),
-    )(k_rows, v_rows, token, jnp.zeros(1, jnp.int32) if order is None else order)
+    )(k_rows, v_rows, token)
 
 
-def read_chain(
-    token: jax.Array, caches: tuple, order: jax.Array | None = None, *, slots: int, num_calls: int
-) -> jax.Array:
+def read_chain(token: jax.Array, caches: tuple, *, slots: int, num_calls: int) -> jax.Array:
     for i in range(num_calls):
-        token = read_only(*caches[i % len(caches)][:2], token, order, slots=slots)
+        token = read_only(*caches[i % len(caches)][:2], token, slots=slots)
     return token
 
 
+@functools.cache
 def read_bandwidth(seconds: float = 0.3) -> float:
     """Bytes a second that a kernel that only reads gets from 4 GiB: the read ceiling of the card."""
     slots = 2**20 if jax.default_backend() == "gpu" else 2**10
@@ -289,7 +278,3 @@ def _read_output(*command: str) -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return next(iter(done.stdout.splitlines()), None)
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    return statistics.geometric_mean(values) if values else float("nan")

@@ -31,10 +31,6 @@ class Point:
     max_blocks: int
     length: int  # tokens at the start, at most; each sequence has up to a block less
 
-    @property
-    def name(self) -> str:
-        return f"{self.num_seqs} x {self.length}, {self.num_blocks} blocks"
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""A plain model of Llama's shape over packed tokens, with random weights, for benchmarks/engine/throughput.py; with
-latent attention of DeepSeek-V2-Lite's shape too."""
+"""The model of the benchmarks: Llama's shape over packed tokens, with random weights. Also with the latent attention
+of DeepSeek-V2-Lite's shape."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -9,35 +10,49 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxpaged.nnx
-from benchmarks.models.llama_step import LlamaConfig, fill, llama_3_8b, toy
-from jaxpaged import LatentSettings, LayerGroups, StepAttention, rotary_frequencies
-from jaxpaged._engine.slices import Apply
-from lib.llama_config import LatentConfig
+from benchmarks.harness import random
+from jaxpaged import AttentionStep, LatentSettings, rotary_frequencies
+from lib.llama_config import LatentConfig, LlamaConfig
 
+LLAMA_3_8B = LlamaConfig(
+    vocab_size=128_256,
+    context=8192,
+    features=4096,
+    hidden_features=14_336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    norm_epsilon=1e-5,
+    rotary_frequencies=rotary_frequencies(128, 500_000.0),
+    tie_embeddings=False,
+)
+TOY = dataclasses.replace(  # for a CPU
+    LLAMA_3_8B,
+    vocab_size=1000,
+    features=128,
+    hidden_features=256,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    rotary_frequencies=rotary_frequencies(32),
+)
 CONFIGS = {
-    "8b": llama_3_8b(32),
+    "8b": LLAMA_3_8B,
     "1b": dataclasses.replace(
-        llama_3_8b(16),
+        LLAMA_3_8B,
+        num_layers=16,
         features=2048,
         hidden_features=8192,
         head_dim=64,
         rotary_frequencies=rotary_frequencies(64, 500_000.0),
         tie_embeddings=True,
     ),
-    "135m": dataclasses.replace(
-        llama_3_8b(30),
-        vocab_size=49_152,
-        features=576,
-        hidden_features=1536,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        rotary_frequencies=rotary_frequencies(64, 10_000.0),
-        tie_embeddings=True,
-    ),
     # The place of its experts is taken by an MLP as wide as the eight that a token meets.
     "v2lite": dataclasses.replace(
-        llama_3_8b(27),
+        LLAMA_3_8B,
+        num_layers=27,
         vocab_size=102_400,
         features=2048,
         hidden_features=8 * 1408,
@@ -47,17 +62,29 @@ CONFIGS = {
             latent_dim=512, rotary_dim=64, value_dim=128, query_rank=None, rotary_factor=1.0, interleaved=True
         ),
     ),
-    "toy": toy(2),
+    "toy": TOY,
     "toy_latent": dataclasses.replace(
-        toy(2),
+        TOY,
         rotary_frequencies=rotary_frequencies(8),
         latent=LatentConfig(
             latent_dim=32, rotary_dim=8, value_dim=32, query_rank=None, rotary_factor=1.0, interleaved=True
         ),
     ),
 }
-# Of models whose keys and values are of each head.
+# Models without latent attention.
 PLAIN = tuple(name for name, config in CONFIGS.items() if config.latent is None)
+
+
+def fill(shapes: Any) -> Any:
+    """Random bfloat16 weights for a tree of shapes; ones for vectors, which belong to the norms."""
+    leaves, tree = jax.tree.flatten(shapes)
+    filled = [
+        jnp.ones(leaf.shape, jnp.bfloat16)
+        if len(leaf.shape) == 1
+        else random(seed, shape=tuple(leaf.shape), dtype="bfloat16") * jnp.bfloat16(0.02)
+        for seed, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(tree, filled)
 
 
 def random_weights(config: LlamaConfig) -> Any:
@@ -106,40 +133,45 @@ def _latent_attention(config: LlamaConfig, **options: Any) -> Any:
     return nnx.split(nnx.eval_shape(make))
 
 
-def packed_model(config: LlamaConfig, groups: LayerGroups | None = None, **attention_options: Any) -> Apply:
-    """`groups`: of its layers, which then share caches."""
-    windows = config.windows or (None,) * config.num_layers
-    places = [(i, None) for i in range(config.num_layers)] if groups is None else groups.layers
+def packed_model(config: LlamaConfig, **attention_options: Any) -> Any:
+    """The `apply` of an engine, with one cache per layer."""
     latent = None if config.latent is None else _latent_attention(config, **attention_options)[0]
+    normalise = functools.partial(_normalise, config)
 
-    def normalise(x: jax.Array, weight: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        scale = jax.lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + config.norm_epsilon)
-        return (wide * scale).astype(x.dtype) * weight[None]
-
-    def apply(weights: Any, tokens: jax.Array, positions: jax.Array, caches: Any, attend: StepAttention) -> Any:
+    def apply(weights: Any, tokens: jax.Array, positions: jax.Array, caches: Any, step: AttentionStep) -> Any:
         x = weights["embedding"][tokens]
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        new_caches = list(caches)
-        for layer, window, (index, group) in zip(weights["layers"], windows, places, strict=True):
-            cache = new_caches[index]
+        new_caches = []
+        for layer, cache in zip(weights["layers"], caches, strict=True):
             normalised = normalise(x, layer["attention_norm"])
             if latent is not None:
-                cache, out = attend.call(nnx.merge(latent, layer["attention"]), normalised, cache)
+                new_cache, out = nnx.merge(latent, layer["attention"])(normalised, cache, step)
                 x += out
             else:
                 qkv = (normalised @ layer["qkv"]).reshape(len(tokens), -1, config.head_dim)
                 q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=1)
-                options = dict(rotary_frequencies=config.rotary_frequencies, group=group, sliding_window=window)
-                cache, out = attend(q, k, v, cache, **options | attention_options)
+                frequencies = config.rotary_frequencies
+                new_cache, out = step.attend(q, k, v, cache, rotary_frequencies=frequencies, **attention_options)
                 x += out.reshape(len(tokens), -1) @ layer["out"]
-            new_caches[index] = cache
+            new_caches.append(new_cache)
             gate, up = jnp.split(normalise(x, layer["mlp_norm"]) @ layer["gate_up"], 2, axis=-1)
             x += (jax.nn.silu(gate) * up) @ layer["down"]
-        newest = normalise(attend.newest(x), weights["norm"])
-        logits = (
-            newest @ weights["head"] if "head" in weights else jnp.einsum("sf,vf->sv", newest, weights["embedding"])
-        )
-        return tuple(new_caches), logits
+        return tuple(new_caches), x
 
     return apply
+
+
+def packed_head(config: LlamaConfig) -> Any:
+    """The `head` of an engine."""
+
+    def head(weights: Any, hidden: jax.Array) -> jax.Array:
+        x = _normalise(config, hidden, weights["norm"])
+        return x @ weights["head"] if "head" in weights else jnp.einsum("sf,vf->sv", x, weights["embedding"])
+
+    return head
+
+
+def _normalise(config: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + config.norm_epsilon)
+    return (wide * scale).astype(x.dtype) * weight[None]

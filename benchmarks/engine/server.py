@@ -1,6 +1,5 @@
-"""Tokens a second through examples/serve.py with many streaming clients, beside those of its engine alone.
+"""Tokens a second through examples/serve.py with many streaming clients, and by its engine alone.
 
-    python -m benchmarks.engine.server --stand-in 16000  # an engine that only takes as long as one; on a CPU
     python -m benchmarks.engine.server                   # Llama-3-8B's shape, random weights; on a GPU
     python -m benchmarks.engine.server --model toy       # on a CPU, to try the script out
 
@@ -34,7 +33,6 @@ import numpy as np
 
 from benchmarks.checks import require
 from benchmarks.engine.model import CONFIGS
-from benchmarks.engine.stand_in import StandIn, made_up
 from benchmarks.engine.stream_clients import stream
 from benchmarks.engine.workload import SIZES, Request, create_engine, workload
 from benchmarks.harness import add_output, open_store
@@ -42,8 +40,6 @@ from jaxpaged import SamplingParams
 from lib.checkpoint import Checkpoint
 from lib.engine_thread import EngineThread
 from lib.tokenizer import Tokenizer
-
-HOST_SECONDS = 1.2e-3  # of a stand-in; an engine with an 8B model takes about as much of the host with 256 seats
 
 
 def make_tokenizer(vocab_size: int) -> Tokenizer:
@@ -130,9 +126,6 @@ def measure_server(
         cpu, loop = time.process_time() - cpu_begin, server.loop_seconds() - loop_begin
     counts = [answer.num_tokens for answer in answers]
     require(counts == [new for _, new in work], "an answer has not as many tokens as were asked for")
-    if options.stand_in:
-        texts = [tokenizer.decode(made_up(prompt, 0, new, vocab_size)) for prompt, new in work]
-        require([answer.text for answer in answers] == texts, "an answer has another text than its tokens")
     firsts = [answer.seconds_to_first * 1e3 for answer in answers]
     return dict(
         seconds=seconds,
@@ -149,34 +142,21 @@ def measure_server(
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8b", choices=tuple(CONFIGS))
-    parser.add_argument(
-        "--stand-in", type=float, metavar="N", help="no model: N tokens a second if all seats are taken"
-    )
     parser.add_argument("--clients", type=int, default=256)
     parser.add_argument("--requests", type=int, default=1024)
-    parser.add_argument("--steps-per-slice", type=int, help="default: the engine's own, 1 of a stand-in")
+    parser.add_argument("--steps-per-slice", type=int, help="instead of the engine's own")
     add_output(parser)
     options = parser.parse_args(arguments)
-    options.toy = options.model == "toy" or bool(options.stand_in)
+    options.toy = options.model == "toy"
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_options(arguments)
     vocab_size, longest = CONFIGS[options.model].vocab_size, SIZES[options.model].longest
-    settings = dict(clients=options.clients, steps_per_slice=options.steps_per_slice, stand_in=options.stand_in)
+    settings = dict(clients=options.clients, steps_per_slice=options.steps_per_slice)
     store = open_store(f"engine_server_{options.model}", options, **settings)
-    engine: Any
-    if options.stand_in:
-        engine = StandIn(
-            num_seats=options.clients,
-            steps_per_slice=options.steps_per_slice or 1,
-            host_seconds=HOST_SECONDS,
-            tokens_per_s=options.stand_in,
-            vocab_size=vocab_size,
-        )
-    else:
-        engine = create_engine(options.model, steps_per_slice=options.steps_per_slice)
+    engine = create_engine(options.model, steps_per_slice=options.steps_per_slice)
     work = workload(options.requests, longest)
     tokenizer = make_tokenizer(vocab_size)
     alone = measure_alone(engine, work, options.clients)

@@ -9,8 +9,6 @@ its defaults, its engine in a process of its own. Rows as in `benchmarks.engine.
 scheduler computes on a CPU in each step. Both modules take the first of as many
 requests as the largest number of --requests, so give both the same largest number.
 
-With --prefixes, the long completions of `benchmarks.engine.prefixes`, of as many requests as it has by default; vLLM
-then takes longer sequences in all rows.
 With --rollout, the rounds of `benchmarks.engine.rollout`: at temperature 1, with logprobs of the drawn tokens. Between
 them its prefix cache is emptied, as after an update, which itself is neither done nor timed.
 """
@@ -29,13 +27,11 @@ import jax
 from benchmarks.checks import require
 from benchmarks.engine.model import CONFIGS, PLAIN
 from benchmarks.engine.online import add_arrivals, measure
-from benchmarks.engine.prefixes import REQUESTS, rows
 from benchmarks.engine.rollout import COMPLETIONS, PROMPTS
 from benchmarks.engine.workload import SIZES, Request, rollout_work, workload
 from benchmarks.harness import add_output, open_store
-from benchmarks.models.llama_step import LlamaConfig
-from jaxpaged import RequestOutput, SamplingParams
-from jaxpaged._engine.records import Completion
+from jaxpaged import Completion, RequestOutput, SamplingParams
+from lib.llama_config import LlamaConfig
 
 THETA = 500_000.0  # of the rotary embedding, as benchmarks/engine/model.py has it
 
@@ -133,7 +129,6 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8b", choices=PLAIN)
     parser.add_argument("--requests", nargs="*", type=int, default=[1024, 512], help="all at once")
-    parser.add_argument("--prefixes", action="store_true", help="long prompts with 8 completions each")
     parser.add_argument("--rollout", action="store_true", help="64 prompts with 8 completions each, in two rounds")
     add_arrivals(parser)
     add_output(parser)
@@ -149,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         begin = time.perf_counter()
         longest = SIZES[options.model].longest
-        engine = VllmEngine(CONFIGS[options.model], folder, max_length=(3 if options.prefixes else 2) * longest)
+        engine = VllmEngine(CONFIGS[options.model], folder, max_length=2 * longest)
         print(f"made in {time.perf_counter() - begin:.0f} s", flush=True)
         measure_all(engine, options)
 
@@ -166,13 +161,6 @@ def measure_all(engine: VllmEngine, options: argparse.Namespace) -> None:
         point = timed_run(engine, work[:count])
         store.add(f"engine {count}", point)
         print(f"engine {count:<13} {point['tokens_per_s']:8.0f} tokens/s, {point['seconds']:6.2f} s", flush=True)
-    if options.prefixes:
-        engine.forget_prompts()
-        work, num_completions = rows(REQUESTS, SIZES[options.model])["long completions"]
-        work = [request for request in work for _ in range(num_completions)]  # vLLM takes no n of greedy requests
-        point = timed_run(engine, work)
-        store.add("long completions", point)
-        print(f"long completions {point['tokens_per_s']:8.0f} tokens/s, {point['seconds']:6.2f} s", flush=True)
     for version in range(2) if options.rollout else ():
         engine.forget_prompts()
         work = rollout_work(PROMPTS, longest, seed=version)

@@ -1,5 +1,6 @@
-"""What the benchmarks of the engine serve: the lengths of a chat log, and the sizes of each model."""
+"""The requests of the engine's benchmarks, with the lengths of a chat log, and the sizes of each model."""
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -8,9 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.engine.model import CONFIGS, packed_model, random_weights
-from benchmarks.models.llama_step import LlamaConfig
+from benchmarks.engine.model import CONFIGS, packed_head, packed_model, random_weights
 from jaxpaged import Engine, EngineOptions, KVCache, SamplingParams
+from lib.llama_config import LlamaConfig
 
 BLOCK_SIZE = 16
 Request = tuple[list[int], int]  # a prompt, and how many new tokens are wanted
@@ -22,17 +23,10 @@ class Sizes:
     chunk: int
     longest: int  # tokens of a prompt; new tokens, too, are at most this many
     num_blocks: int
-    few: int  # tokens of a short sequence in the measurement of single steps
-    many: int
-
-    def of(self, engine: Engine) -> "Sizes":
-        """With the numbers that the engine chose."""
-        stats = engine.stats()
-        return dataclasses.replace(self, seats=stats.max_num_seqs, chunk=stats.chunk_tokens)
 
 
-SIZES = {name: Sizes(0, 0, 1024, 24_576, 16, 512) for name in CONFIGS}  # 80 GB hold so many beside the weights of 8B
-SIZES |= {name: Sizes(8, 16, 64, 128, 4, 32) for name in CONFIGS if name.startswith("toy")}
+SIZES = {name: Sizes(0, 0, 1024, 24_576) for name in CONFIGS}  # this pool and the weights of 8B fit 80 GB
+SIZES |= {name: Sizes(8, 16, 64, 128) for name in CONFIGS if name.startswith("toy")}
 
 
 def workload(count: int, longest: int) -> list[Request]:
@@ -62,20 +56,24 @@ def create_caches(config: LlamaConfig, num_blocks: int) -> tuple[KVCache, ...]:
 
 
 def create_engine(model: str, weights: Any = None, **options: Any) -> Engine:
-    """An engine, by default with random weights, that chooses the sizes which neither `SIZES` nor `options` have.
-
-    `options`: fields of `EngineOptions`.
-    """
+    """An engine, by default with random weights. It chooses each size that is in neither `SIZES` nor `options`."""
     config, sizes = CONFIGS[model], SIZES[model]
-    chosen = dict(max_num_seqs=sizes.seats or None, max_model_len=2 * sizes.longest, chunk_tokens=sizes.chunk or None)
+    chosen: dict[str, Any] = dict(
+        max_num_seqs=sizes.seats or None, max_model_len=2 * sizes.longest, chunk_tokens=sizes.chunk or None
+    )
+    chosen |= {name: option for name, option in options.items() if option is not None}
     caches = create_caches(config, sizes.num_blocks)
     weights = random_weights(config) if weights is None else weights
-    return Engine(packed_model(config), weights, caches, options=EngineOptions(**chosen | options))
+    return Engine(packed_model(config), weights, caches, head=packed_head(config), options=EngineOptions(**chosen))
 
 
-def kv_tokens(work: Sequence[Request]) -> int:
-    """Tokens whose keys and values are read by all the steps of single tokens: the last token is never computed."""
-    return sum((new - 1) * len(prompt) + new * (new - 1) // 2 for prompt, new in work)
+def count_steps(engine: Engine) -> dict[str, int]:
+    """Steps so far by kind, such as `single_64` or `mixed_1024` with the rows of a step. Waits for the newest slice."""
+    runner = engine._runner  # `stats()` does not count by the rows of a step
+    counts: dict[str, int] = collections.Counter()
+    for kind, count in zip(runner.kinds, np.asarray(runner.state.num_of_kind).tolist(), strict=True):
+        counts[f"{'mixed' if kind.is_mixed else 'single'}_{kind.width}"] += count
+    return counts
 
 
 def run_work(engine: Engine, work: Sequence[Request], batch: int | None = None, **sampling: Any) -> int:

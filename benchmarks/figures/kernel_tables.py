@@ -5,7 +5,6 @@ import statistics
 from typing import Any
 
 from benchmarks.figures.cells import Points, label, table, us
-from benchmarks.kernels.prefill import FORMS
 
 SHAPES = (  # of the peers' table
     *("1x512", "1x8192", "1x32768", "1x131072", "8x2048", "8x8192", "32x2048", "64x2048"),
@@ -24,6 +23,12 @@ PACKED = {
     "32/8 60x4096 + 4x4608 q_len=512": "both in one call",
     "32/8 64xragged1024 q_len=all": "64 prompts of 1..1024, uniform",
 }
+FORMS = (
+    *("32/8 8x1024 q_len=all", "32/8 1x8192 q_len=all", "32/8 8x2304 q_len=256"),
+    *("32/8 8x1024 q_len=all head_dim=64", "32/32 8x1024 q_len=all"),
+    "32/8 8x2304 q_len=256 cache=float8_e4m3fn scale=head",
+    *("32/8 60x4096", "32/8 4x4608 q_len=512", "32/8 60x4096 + 4x4608 q_len=512"),
+)
 VARIANTS = (
     *("32/8 64x2048 head_dim=64", "32/8 64x2048 head_dim=256", "32/8 64x8192 window=1024"),
     *("8/1 1x8192", "8/1 64x8192", "32/8 64x2048 q_len=8", "32/8 64x2048 q_len=8 tree=1"),

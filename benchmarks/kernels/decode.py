@@ -4,23 +4,25 @@ Every point is checked against the reference before it is timed. Times are micro
 
   us       of calls chained in one jit, as the layers of a model are, everything between the kernels included
   kernels  the kernels alone, by CUPTI, the sum over one call
-  floor    a kernel that only reads the K and V bytes of the point, in the same kind of chain, in the same run
+  floor    a kernel that only reads the K and V bytes of the point, in the same kind of chain, in the same run; of
+           latents their bytes at the rate of such a kernel
 
 The caches take turns, so that L2 is cold. A point that is in the output file already is left out, so that a run may be
-cut into pieces. `--points` takes names such as those that are printed, see benchmarks/kernels/points.py.
+cut into pieces. `--points` names points as they are printed, see benchmarks/kernels/points.py.
 
     python -m benchmarks.kernels.decode               # the grid
     python -m benchmarks.kernels.decode --peers fa3   # beside FlashAttention 3
     python -m benchmarks.kernels.decode --set variants
     python -m benchmarks.kernels.decode --set quantised --no-kernels   # 8-bit caches beside bfloat16
     python -m benchmarks.kernels.decode --set shared   # blocks that sequences share, read once and by each
+    python -m benchmarks.kernels.decode --set latents --peers mla   # beside FlashInfer's kernel for latents
 """
 
 import argparse
 import dataclasses
 import functools
 import itertools
-import time
+import statistics
 from collections import Counter
 from typing import Any
 
@@ -32,33 +34,24 @@ from benchmarks.checks import poisoned, worst_error
 from benchmarks.harness import (
     add_output,
     compile_all,
-    geometric_mean,
     kernel_times,
     open_store,
+    read_bandwidth,
     read_chain,
     slope_microseconds,
 )
 from benchmarks.kernels import peers
-from benchmarks.kernels.partitioned import Partitions, partitioned
-from benchmarks.kernels.points import (
-    GRID,
-    HEADS,
-    QUANTISED,
-    SHARED,
-    VARIANTS,
-    Inputs,
-    Point,
-    input_shapes,
-    make_inputs,
-    parse,
-)
-from jaxpaged import paged_attention_reference, tree_mask
+from benchmarks.kernels.points import LATENT_SCALE, SETS, Inputs, Point, input_shapes, make_inputs, parse
+from jaxpaged import paged_attention, paged_attention_reference, tree_mask
 
 MAX_CHECKED = 4  # sequences of a point that are compared with the reference
+AT_ONCE = 12  # points that are compiled together
 
 
 def make_options(point: Point) -> dict[str, Any]:
-    return ({"sliding_window": point.window} if point.window else {}) | ({"tree": True} if point.tree else {})
+    options: dict[str, Any] = {"sliding_window": point.window} if point.window else {}
+    options |= {"scale": LATENT_SCALE, "latent_values": point.latent} if point.latent else {}
+    return options | ({"tree": True} if point.tree else {})
 
 
 def with_scales(
@@ -77,9 +70,18 @@ def chain(point: Point, attend: Any, q: jax.Array, caches: tuple, block_tables: 
     """As many calls as `point` says, each on the output of the one before. Returns the last output and the first."""
     first = None
     for i in range(point.num_calls):
-        q = attend(q, *caches[i % len(caches)], block_tables, lengths)
-        first = q if first is None else first
+        out = attend(q, *caches[i % len(caches)], block_tables, lengths)
+        q = jnp.concatenate([out, q[..., point.latent :]], axis=-1) if point.latent else out
+        first = out if first is None else first
     return q, first
+
+
+def compile_chain(point: Point, attend: Any) -> Any:
+    """`attend`: of q, k_cache, v_cache, block_tables, lengths, and options as `paged_attention`."""
+    shapes = input_shapes(point)
+    call = functools.partial(with_scales, attend, **make_options(point))
+    args = shapes.q, shapes.caches[0], shapes.block_tables, shapes.lengths
+    return jax.jit(functools.partial(chain, point, call)).lower(*args).compile()
 
 
 def checked_rows(point: Point) -> list[int]:
@@ -92,9 +94,9 @@ def checked_rows(point: Point) -> list[int]:
 @dataclasses.dataclass(frozen=True)
 class Programs:
     ours: Any
-    floor: Any
+    floor: Any  # None: by the bytes
     reference: Any
-    peers: dict[str, Any]
+    peers: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def compile_judges(point: Point) -> dict[Any, Any]:
@@ -106,31 +108,24 @@ def compile_judges(point: Point) -> dict[Any, Any]:
         return jax.ShapeDtypeStruct((rows, *array.shape[1:]), array.dtype)
 
     reference = functools.partial(with_scales, paged_attention_reference, **make_options(point))
-    floor = functools.partial(read_chain, slots=point.slots, num_calls=point.num_calls)
+    floor = jax.jit(functools.partial(read_chain, slots=point.slots, num_calls=point.num_calls))
+    token = jax.ShapeDtypeStruct((128,), jnp.float32)
     return {
         (point, "reference"): lambda: (
             jax.jit(reference).lower(few(shapes.q), *pair, few(shapes.block_tables), few(shapes.lengths)).compile()
         ),
-        (point, "floor"): lambda: (
-            jax.jit(floor).lower(jax.ShapeDtypeStruct((128,), jnp.float32), shapes.caches[0]).compile()
-        ),
+        (point, "floor"): lambda: None if point.latent else floor.lower(token, shapes.caches[0]).compile(),
     }
 
 
-def compile_point(
-    point: Point, implementation: str, num_partitions: Partitions, peer_names: list[str]
-) -> dict[Any, Any]:
+def compile_point(point: Point, peer_names: list[str], **options: Any) -> dict[Any, Any]:
     """Jobs for `compile_all`, by (point, what)."""
-    shapes = input_shapes(point)
-    args = shapes.q, shapes.caches[0], shapes.block_tables, shapes.lengths
-    ours = functools.partial(partitioned, num_partitions)
-    attend = functools.partial(with_scales, ours, implementation=implementation, **make_options(point))
     if point.shared and not point.alone:
-        attend = functools.partial(attend, shared_prefix=np.full(point.groups, point.shared))
+        options["shared_prefix"] = np.full(point.groups, point.shared)
     jobs = compile_judges(point)
-    jobs[point, "ours"] = lambda: jax.jit(functools.partial(chain, point, attend)).lower(*args).compile()
+    jobs[point, "ours"] = lambda: compile_chain(point, functools.partial(paged_attention, **options))
     for name in peer_names:
-        if not point.cache and peers.PEERS[name].takes(point):
+        if peers.PEERS[name].takes(point):
             jobs[point, name] = functools.partial(peers.compile_peer, name, point, chain)
     return jobs
 
@@ -139,15 +134,18 @@ def measure(point: Point, programs: Programs, inputs: Inputs) -> dict[str, Any]:
     def dispatch(i: int) -> Any:
         return programs.ours(inputs.q, inputs.caches[i % point.num_sets], inputs.block_tables, inputs.lengths)
 
+    def read(i: int) -> Any:
+        return programs.floor(token, inputs.caches[i % point.num_sets])
+
     token = jnp.ones(128)
     rows = np.asarray(checked_rows(point))
     _, out = poisoned(dispatch, 0)
     expected = programs.reference(inputs.q[rows], *inputs.caches[0][0], inputs.block_tables[rows], inputs.lengths[rows])
     result: dict[str, Any] = {"bytes": point.num_bytes, "calls": point.num_calls}
     result["error"] = worst_error(point.name, out[rows], expected)
-    result["floor"] = slope_microseconds(
-        lambda i: programs.floor(token, inputs.caches[i % point.num_sets]), point.num_calls
-    )
+    by_bytes = programs.floor is None
+    floor = point.num_bytes / read_bandwidth() * 1e6 if by_bytes else slope_microseconds(read, point.num_calls)
+    result["floor"] = floor
     result["us"] = slope_microseconds(dispatch, point.num_calls)
     result["over_floor"] = result["us"] / result["floor"]
     result["gigabytes_per_second"] = point.num_bytes / result["us"] / 1e3
@@ -156,11 +154,11 @@ def measure(point: Point, programs: Programs, inputs: Inputs) -> dict[str, Any]:
     return result
 
 
-def measure_kernels(point: Point, programs: Programs, inputs: Inputs) -> dict[str, Any]:
+def measure_kernels(point: Point, program: Any, inputs: Inputs) -> dict[str, Any]:
     """What runs within one call: kernels, and the time of each."""
     args = inputs.q, inputs.caches[0], inputs.block_tables, inputs.lengths
-    jax.block_until_ready(programs.ours(*args))
-    times = kernel_times(lambda: programs.ours(*args))
+    jax.block_until_ready(program(*args))
+    times = kernel_times(lambda: program(*args))
     total: Counter[str] = Counter()
     for name, microseconds in times:
         total[name[:60]] += microseconds / point.num_calls  # type: ignore[assignment]
@@ -186,110 +184,47 @@ def print_row(point: Point, result: dict[str, Any]) -> None:
     )
 
 
-def summarise(results: dict[str, Any]) -> None:
-    def mean(names: list[str]) -> str:
-        return f"{geometric_mean([results[name]['over_floor'] for name in names]):.3f} ({len(names)} points)"
-
-    for heads in HEADS:
-        names = [name for name in GRID if name in results and name.startswith(heads + " ")]
-        if names:
-            print(f"geometric mean of time over floor, {heads}: {mean(names)}")
-    names = [name for name in GRID if name in results and not name.startswith("8/1 ")]
-    if names:
-        print(f"geometric mean of time over floor, 32/8, 64/8 and 32/32: {mean(names)}")
-    for name, result in results.items():
-        wide = results.get(" ".join(word for word in name.split() if not word.startswith(("cache=", "scale="))))
-        if wide is not None and wide is not result:
-            print(f"{name}: {wide['us'] / result['us']:.2f} times as fast as bfloat16")
-        alone = results.get(f"{name} alone=1")
-        if alone is not None:
-            print(f"{name}: {result['us'] / alone['us']:.2f} of the time of each by itself")
-    beaten = []
-    for name, result in results.items():
-        times = {peer: found["us"] for peer, found in result.get("peers", {}).items() if "us" in found}
-        if times:
-            beaten.append((result["us"] / min(times.values()), name, min(times, key=lambda peer: times[peer])))
-    if beaten:
-        ratios = [ratio for ratio, _, _ in beaten]
-        print(f"time over the best peer's: geometric mean {geometric_mean(ratios):.3f}, worst {max(beaten)}")
-
-
-def choose_points(options: argparse.Namespace) -> list[str]:
-    """The points that were asked for."""
-    if options.points:
-        return [
-            name if "/" in name else f"{heads} {name}"
-            for name in options.points
-            for heads in ((options.heads or HEADS) if "/" not in name else ("",))
-        ]
-    sets = {"grid": GRID, "variants": VARIANTS, "quantised": QUANTISED, "shared": SHARED}
-    sets["all"] = GRID + VARIANTS + QUANTISED
-    chosen = sets[options.set]
-    return [name for name in chosen if not options.heads or name.split()[0] in options.heads]
-
-
-def parse_options() -> argparse.Namespace:
+def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--set", choices=("grid", "variants", "quantised", "shared", "all"), default="grid", help="which points"
-    )
-    parser.add_argument("--points", nargs="+", help="names of points, instead of a set; the heads may be left out")
+    parser.add_argument("--set", choices=tuple(SETS), default="grid", help="which points")
+    parser.add_argument("--points", nargs="+", help="names of points, instead of a set")
     parser.add_argument("--heads", nargs="+", help="only points with these, for example 32/8 64/8")
-    parser.add_argument(
-        "--num-partitions",
-        type=lambda text: text if text == "plan" else int(text),
-        metavar="N",
-        help="or plan; what the library takes by default",
-    )
+    parser.add_argument("--num-partitions", type=int, help="instead of the library's default")
     parser.add_argument("--implementation", choices=("mosaic_gpu", "xla"), default="mosaic_gpu")
-    parser.add_argument(
-        "--peers", nargs="*", default=[], choices=tuple(peers.PEERS), help="what is not installed is left out"
-    )
+    parser.add_argument("--peers", nargs="*", default=[], choices=tuple(peers.PEERS), help="if they are installed")
     parser.add_argument("--no-kernels", action="store_true", help="leave the times by kernel out")
-    parser.add_argument("--again", action="store_true", help="measure also what the output file has")
-    parser.add_argument("--at-once", type=int, default=12, help="points that are compiled together")
-    parser.add_argument("--seconds", type=float, default=9e9, help="start no more points after this")
     add_output(parser)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-def main() -> None:
-    options = parse_options()
-    start = time.monotonic()
+def main(arguments: list[str] | None = None) -> None:
+    options = parse_options(arguments)
     peer_names = [name for name in options.peers if peers.installed(name)]
-    names = choose_points(options)
-    store = open_store("decode" if options.set in ("grid", "all") else options.set, options)
-    todo = [parse(name) for name in names if options.again or name not in store.points]
+    names = [n for n in options.points or SETS[options.set] if not options.heads or n.split()[0] in options.heads]
+    store = open_store("decode" if options.set == "grid" else options.set, options)
+    todo = [parse(name) for name in names if name not in store.points]
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, bfloat16, peers: {', '.join(peer_names) or 'none'}")
     print(f"{'':32} {'us':>8} {'floor':>8} {'ratio':>6} {'GB/s':>6} {'error':>8}", flush=True)
-    for batch in itertools.batched(todo, options.at_once):
-        if time.monotonic() - start > options.seconds:
-            print("out of time; the rest is for another run with the same output file")
-            break
+    chosen = dict(implementation=options.implementation, num_partitions=options.num_partitions)
+    for batch in itertools.batched(todo, AT_ONCE):
         jobs: dict[Any, Any] = {}
         for point in batch:
-            jobs |= compile_point(point, options.implementation, options.num_partitions, peer_names)
+            jobs |= compile_point(point, peer_names, **chosen)
         compiled = compile_all(jobs)
-        programs = {
-            point: Programs(
-                ours=compiled[point, "ours"],
-                floor=compiled[point, "floor"],
-                reference=compiled[point, "reference"],
-                peers={name: compiled[point, name] for name in peer_names if (point, name) in compiled},
-            )
-            for point in batch
-        }
         for point in batch:
-            store.add(point.name, measure(point, programs[point], make_inputs(point)))
+            its_peers = {name: compiled[point, name] for name in peer_names if (point, name) in compiled}
+            ours, floor, reference = (compiled[point, what] for what in ("ours", "floor", "reference"))
+            programs = Programs(ours, floor, reference, its_peers)
+            store.add(point.name, measure(point, programs, make_inputs(point)))
             print_row(point, store.points[point.name])
         if not options.no_kernels and jax.default_backend() == "gpu":
             # Last: CUPTI may change what the process does afterwards.
             for point in batch:
-                found = measure_kernels(point, programs[point], make_inputs(point))
+                found = measure_kernels(point, compiled[point, "ours"], make_inputs(point))
                 store.add(point.name, store.points[point.name] | found)
                 print(f"{point.name:<32} kernels {found['kernels']:.1f} us, {found['launches']:.1f} a call", flush=True)
-        print(f"{time.monotonic() - start:.0f} s", flush=True)
-    summarise({name: store.points[name] for name in names if name in store.points})
+    ratios = [store.points[name]["over_floor"] for name in names]
+    print(f"geometric mean of time over floor: {statistics.geometric_mean(ratios):.3f} ({len(ratios)} points)")
 
 
 if __name__ == "__main__":

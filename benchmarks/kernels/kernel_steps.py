@@ -18,9 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks.harness import add_output, compile_all, open_store
-from benchmarks.kernels.decode import Programs, compile_judges, measure
+from benchmarks.kernels.decode import Programs, compile_chain, compile_judges, measure
 from benchmarks.kernels.points import Point, make_inputs, parse
-from benchmarks.kernels.ways import compile_chain
 from jaxpaged import paged_attention
 from pallas_kernels.common.rows import store
 
@@ -244,7 +243,7 @@ def main() -> None:
         jobs |= {name: functools.partial(compile_step, points[name], step) for name, step in make_steps(point).items()}
         compiled = compile_all(jobs)
         for name, each in points.items():
-            programs = Programs(compiled[name], compiled[each, "floor"], compiled[each, "reference"], {})
+            programs = Programs(compiled[name], compiled[each, "floor"], compiled[each, "reference"])
             result = measure(each, programs, make_inputs(each))
             print(f"{point.name:<20} {name:<20} {result['us']:8.1f} us, floor {result['floor']:8.1f}", flush=True)
             store.add(f"{point.name}, {name}", result)

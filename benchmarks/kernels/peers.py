@@ -2,7 +2,7 @@
 
   fa3         FlashAttention 3 through flash-attn3-jax 0.2.3: a chain of calls in one jit, num_splits swept
   flashinfer  FlashInfer 0.7.2.post1, tensor-core decode (its host-side plan is not counted), in a CUDA graph
-  xqa         FlashInfer's XQA kernel, in a CUDA graph
+  mla         FlashInfer's kernel for latents, in a CUDA graph; with 0.6.13
 
 Nothing of this is a dependency. FlashInfer runs on torch and reads the very same caches through DLPack.
 """
@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.checks import MOST_ERROR, poisoned, worst_error
 from benchmarks.harness import compile_all, slope_microseconds
-from benchmarks.kernels.points import Inputs, Point, input_shapes
+from benchmarks.kernels.points import LATENT_SCALE, Inputs, Point, input_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ def error(out: Any, expected: jax.Array) -> float:
 
 
 def is_plain(point: Point) -> bool:
-    return point.head_dim == 128 and point.q_len == 1 and not point.window
+    return point.head_dim == 128 and point.q_len == 1 and not point.window and not point.cache
 
 
 def attempt(step: Callable[[], Any]) -> Any:
@@ -147,25 +147,33 @@ def flashinfer_run(point: Point, inputs: Inputs) -> Any:
         kv_data_type=torch.bfloat16,
     )
 
-    def run(q: Any, k_cache: Any, v_cache: Any, out: Any) -> None:
+    def run(q: Any, k_cache: Any, v_cache: Any, *, out: Any) -> None:
         wrapper.run(q, (k_cache, v_cache), out=out)
 
     return run
 
 
-def xqa_run(point: Point, inputs: Inputs) -> Any:
-    from flashinfer.decode import xqa_batch_decode_with_kv_cache
+def mla_run(point: Point, inputs: Inputs) -> Any:
+    import torch
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
-    tables, lengths = to_torch(inputs.block_tables), to_torch(inputs.lengths)
-    scratch = workspace("xqa")
-    scratch.zero_()
+    wrapper = BatchMLAPagedAttentionWrapper(workspace("flashinfer"))
+    num_seqs, held = len(point.lengths), np.asarray(point.held)
+    ids = np.concatenate([row[:n] for row, n in zip(np.asarray(inputs.block_tables), held, strict=True)])
+    wrapper.plan(
+        torch.arange(num_seqs + 1, dtype=torch.int32),
+        torch.from_numpy(np.concatenate([[0], np.cumsum(held)]).astype(np.int32)),
+        torch.from_numpy(ids),
+        torch.tensor(point.lengths, dtype=torch.int32),
+        *(point.heads, point.latent, point.head_dim - point.latent, point.block_size),
+        *(False, LATENT_SCALE, torch.bfloat16, torch.bfloat16),
+    )
 
-    def run(q: Any, k_cache: Any, v_cache: Any, out: Any) -> None:
-        xqa_batch_decode_with_kv_cache(
-            *(q, (k_cache, v_cache), scratch, tables, lengths, max(point.lengths), point.head_dim**-0.5, 1.0),
-            out=out,
-            kv_layout="NHD",
+    def run(q: Any, cache: Any, *, out: Any) -> None:
+        operands = (
+            x[..., part] for x in (q, cache[:, :, 0]) for part in (slice(point.latent), slice(point.latent, None))
         )
+        wrapper.run(*operands, out=out)
 
     return run
 
@@ -201,19 +209,23 @@ def graph_measure(make: Any, point: Point, inputs: Inputs, expected: jax.Array, 
 
     jax.block_until_ready((inputs.caches, expected))
     q = to_torch(inputs.q[:, 0])
-    pairs = [(to_torch(k), to_torch(v)) for caches in inputs.caches for k, v in caches]
+    pairs = [tuple(to_torch(x) for x in pair if x is not None) for caches in inputs.caches for pair in caches]
     num_calls = max(point.num_calls, len(pairs))
     run = make(point, inputs)
-    out = torch.full_like(q, math.nan)
+    out = torch.full_like(q[..., : expected.shape[-1]], math.nan)
 
     def call(i: int) -> None:
-        run(q, *pairs[i % len(pairs)], out)
+        run(q, *pairs[i % len(pairs)], out=out)
 
     call(0)
     torch.cuda.synchronize()
     worst = error(out[:, None].float().cpu().numpy(), expected)
     num_replays = max(7, min(50, int(0.1e6 / (num_calls * (4 + point.num_bytes / 2.8e6)))))
     return {"us": graph_microseconds(call, num_calls, num_replays), "error": worst}
+
+
+def is_for_mla(point: Point) -> bool:
+    return point.latent > 0 and not point.cache
 
 
 def is_for_flashinfer(point: Point) -> bool:
@@ -227,5 +239,5 @@ def nothing(point: Point, chain: Any) -> None:
 PEERS = {
     "fa3": Peer("flash_attn3_jax", is_plain, fa3_compile, fa3_measure),
     "flashinfer": Peer("flashinfer", is_for_flashinfer, nothing, functools.partial(graph_measure, flashinfer_run)),
-    "xqa": Peer("flashinfer", is_for_flashinfer, nothing, functools.partial(graph_measure, xqa_run)),
+    "mla": Peer("flashinfer", is_for_mla, nothing, functools.partial(graph_measure, mla_run)),
 }

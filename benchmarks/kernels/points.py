@@ -1,4 +1,4 @@
-"""What the benchmarks of the kernels measure: shapes by name, sets of them, and their inputs.
+"""The shapes that the benchmarks of the kernels measure, by name; sets of them, and their inputs.
 
 A point is written as heads, batch x length and options: `32/8 64x8192 block_size=64`. Instead of a length, `ragged8192`
 draws lengths uniformly from 1..8192; `zipf8192` takes 8192, 8192 / 2, 8192 / 3, ..., shuffled; `outlier131072` gives
@@ -10,6 +10,7 @@ draws lengths uniformly from 1..8192; `zipf8192` takes 8192, 8192 / 2, 8192 / 3,
   shared=8192                      all sequences begin with the same 8192 tokens, in the same blocks
   shared=8192 groups=32            the sequences of each of 32 groups do
   alone=1                          shared blocks are read by each sequence all the same
+  head_dim=576 latent=512          a cache of latents, whose first 512 numbers are the values; `16/1` are 16 heads
 """
 
 import dataclasses
@@ -40,23 +41,10 @@ _CACHES = (
     "",
     *(f" cache={dtype} scale={scale}" for dtype in ("float8_e4m3fn", "int8") for scale in ("head", "token_head")),
 )
-# Every 8-bit cache at the points where their speed is judged; elsewhere one, which must not be slower than bfloat16.
 QUANTISED = (
-    *(
-        f"32/8 {shape}{cache}"
-        for shape in ("64x8192", "8x4096")
-        for cache in (*_CACHES, " cache=float8_e5m2 scale=head")
-    ),
-    *(
-        f"{point}{cache}"
-        for point in ("32/8 1x512", "32/8 64x2048", "64/8 8x8192", "8/1 64x2048")
-        for cache in _CACHES[:3:2]
-    ),
-    *(
-        f"32/8 {shape}{cache}"
-        for shape in ("64x2048 head_dim=64", "64x2048 head_dim=256", "1x8192", "8x2048 q_len=4")
-        for cache in _CACHES[:3:2]
-    ),
+    *(f"32/8 {shape}{cache}" for shape in ("64x8192", "8x4096", "64x2048", "1x8192") for cache in _CACHES),
+    *(f"{point}{cache}" for point in ("64/8 8x8192", "32/8 8x2048 q_len=4") for cache in _CACHES[:3:2]),
+    "32/8 64x8192 cache=float8_e5m2 scale=head",
 )
 # Decode steps of sequences that share blocks, with these read once and without.
 SHARED = tuple(
@@ -69,6 +57,16 @@ SHARED = tuple(
     )
     for alone in ("", " alone=1")
 )
+# DeepSeek's latents, of 512 numbers and 64 rotary ones. With int8 the rotary numbers are stored in two parts.
+_LATENT = "head_dim=576 latent=512 block_size=64"
+LATENTS = (
+    *(f"{heads}/1 64x4096 {_LATENT}" for heads in (16, 32, 128)),
+    *(f"16/1 {shape} {_LATENT}" for shape in ("8x32768", "1x8192", "64x8192")),
+    f"16/1 64x8192 {_LATENT} cache=float8_e4m3fn scale=token_head",
+    f"16/1 64x8192 {_LATENT.replace('576', '640')} cache=int8 scale=token_head",
+)
+SETS = {"grid": GRID, "variants": VARIANTS, "quantised": QUANTISED, "shared": SHARED, "latents": LATENTS}
+LATENT_SCALE = 192**-0.5  # of 128 numbers of a head and 64 rotary ones
 MAX_CALLS, MAX_CACHES, MAX_PAIRS = 256, 64, 512
 L2_BYTES = 60_000_000  # more than an H100 or an H200 holds; what is read before the same bytes come again exceeds it
 
@@ -92,6 +90,7 @@ class Point:
     shared: int = 0  # tokens, in whole blocks, that the sequences of each group begin with
     groups: int = 1  # of sequences that share blocks, of equal size
     alone: int = 0  # whether each sequence is computed by itself all the same
+    latent: int = 0  # of the cache's numbers, the first that are the values too; 0: there is a cache of values
 
     @property
     def cache_dtype(self) -> str:
@@ -111,7 +110,12 @@ class Point:
     @property
     def num_bytes(self) -> int:
         scale_bytes = 4 if self.scale == "token_head" else 0
-        return 2 * self.slots * self.kv_heads * (self.head_dim * jnp.dtype(self.cache_dtype).itemsize + scale_bytes)
+        row_bytes = self.head_dim * jnp.dtype(self.cache_dtype).itemsize + scale_bytes
+        return self.num_pools * self.slots * self.kv_heads * row_bytes
+
+    @property
+    def num_pools(self) -> int:
+        return 1 if self.latent else 2
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -182,7 +186,8 @@ def parse(name: str) -> Point:
 @dataclasses.dataclass(frozen=True)
 class Inputs:
     q: jax.Array  # [seqs, q_len, heads, head_dim]
-    caches: tuple[tuple[tuple[jax.Array, ...], ...], ...]  # sets of (k_cache, v_cache, and their scales), one a layer
+    # Sets of (k_cache, v_cache, and their scales), one a layer. Of latents v_cache is None.
+    caches: tuple[tuple[tuple[Any, ...], ...], ...]
     block_tables: jax.Array  # int32 [seqs, max_blocks], the same for all layers, as in a model
     lengths: jax.Array  # int32 [seqs]
 
@@ -212,13 +217,14 @@ def point_tables(point: Point) -> np.ndarray:
 def make_inputs(point: Point) -> Inputs:
     seeds = iter(range(4 * point.num_sets * point.num_caches))
 
-    def layer() -> tuple[jax.Array, ...]:
-        pools = tuple(random(next(seeds), shape=point.cache_shape, dtype=point.cache_dtype) for _ in range(2))
+    def layer() -> tuple[Any, ...]:
+        made = [random(next(seeds), shape=point.cache_shape, dtype=point.cache_dtype) for _ in range(point.num_pools)]
+        pools = *made, *[None] * (2 - len(made))
         if not point.scale:
             return pools
         size = 1.0 / 40 if point.cache_dtype == "int8" else 1.0  # as `random` has it
         return pools + tuple(
-            (1.0 + 0.1 * random(next(seeds), shape=point.scale_shape, dtype="float32")) * size for _ in range(2)
+            (1.0 + 0.1 * random(next(seeds), shape=point.scale_shape, dtype="float32")) * size for _ in made
         )
 
     caches = tuple(tuple(layer() for _ in range(point.num_caches)) for _ in range(point.num_sets))
@@ -229,10 +235,10 @@ def make_inputs(point: Point) -> Inputs:
 def input_shapes(point: Point) -> Inputs:
     """The same as `make_inputs`, one set of it, as shapes to compile for."""
     cache = jax.ShapeDtypeStruct(point.cache_shape, point.cache_dtype)
-    scales = (jax.ShapeDtypeStruct(point.scale_shape, jnp.float32),) * (2 if point.scale else 0)
+    scales = (jax.ShapeDtypeStruct(point.scale_shape, jnp.float32),) * (point.num_pools if point.scale else 0)
     return Inputs(
         jax.ShapeDtypeStruct(point.q_shape, point.dtype),  # type: ignore[arg-type]
-        (((cache, cache, *scales),) * point.num_caches,),  # type: ignore[arg-type]
+        (((cache, None if point.latent else cache, *scales),) * point.num_caches,),
         jax.ShapeDtypeStruct((len(point.held), point.max_blocks), jnp.int32),  # type: ignore[arg-type]
         jax.ShapeDtypeStruct((len(point.held),), jnp.int32),  # type: ignore[arg-type]
     )

@@ -6,23 +6,20 @@ tokens after 2048, and with `q_len=all` all tokens are new. A plus joins sequenc
 start, in the middle and at the end. Times are device microseconds a call, of calls chained in one jit.
 
   mosaic_gpu, xla    paged_attention
-  portable           what it takes on a GPU for which no kernel has a form of its own, with this GPU's memory: the
-                     portable prefill kernel, and the decode kernel
   cudnn              jax.nn.dot_product_attention on contiguous keys and values; only whole fresh prompts
   gather, cudnn      the same, with the gather from the cache that it needs
   fa3 paged          FlashAttention-3 through flash-attn3-jax, on the same cache
   fa3                the same on contiguous keys and values; only whole fresh prompts
 
-Points that the output file already has are left out. `--points` also takes windows, other heads and 8-bit caches.
-`--set forms` compares the forms of the kernel: `--set forms --methods portable mosaic_gpu`. Calls with several kinds of
-sequences are compared with the sum of a call for each. Kernels alone are timed last, by CUPTI.
+Points that the output file already has are left out. `--points` may also name windows, other heads and 8-bit caches.
+Kernels alone are timed last, by CUPTI.
 """
 
 import argparse
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -31,13 +28,10 @@ import numpy as np
 
 from benchmarks.checks import poisoned, worst_error
 from benchmarks.harness import add_output, compile_all, open_store, slope_microseconds
-from benchmarks.kernels.decode import Programs, chain, checked_rows, make_options, measure_kernels, with_scales
+from benchmarks.kernels.decode import chain, checked_rows, make_options, measure_kernels, with_scales
 from benchmarks.kernels.peers import fa3_attend, installed
 from benchmarks.kernels.points import Inputs, Point, input_shapes, make_inputs, parse
-from benchmarks.kernels.ways import make_call
-from jaxpaged import _device, paged_attention, paged_attention_reference
-from jaxpaged._attention.choose import Known, Refusal, choose
-from jaxpaged._attention.run import run
+from jaxpaged import paged_attention, paged_attention_reference
 
 POINTS = (
     *("32/8 1x512 q_len=all", "32/8 1x2048 q_len=all", "32/8 1x8192 q_len=all", "32/8 1x32768 q_len=all"),
@@ -54,19 +48,13 @@ POINTS = (
     "32/8 64x2112 q_len=64",
     *("32/8 60x4096", "32/8 4x4608 q_len=512", "32/8 60x4096 + 4x4608 q_len=512"),
 )
-FORMS = (
-    *("32/8 8x1024 q_len=all", "32/8 1x8192 q_len=all", "32/8 8x2304 q_len=256"),
-    *("32/8 8x1024 q_len=all head_dim=64", "32/32 8x1024 q_len=all"),
-    "32/8 8x2304 q_len=256 cache=float8_e4m3fn scale=head",
-    *("32/8 60x4096", "32/8 4x4608 q_len=512", "32/8 60x4096 + 4x4608 q_len=512"),
-)
 TOY_POINTS = (
     *("6/2 2x48 q_len=all head_dim=32", "6/2 2x48 q_len=32 head_dim=32"),
     "6/2 2x48 head_dim=32 + 1x40 q_len=8",
 )
-OURS = "mosaic_gpu", "portable"
 PEERS = {"fa3": ("fa3 paged", "fa3"), "cudnn": ("cudnn", "gather, cudnn")}
 FA3_SPLITS = (1, 4, 16)
+AT_ONCE = 12  # points that are compiled together
 CHECKED_TOKENS = 64  # of a sequence, at each of three positions
 
 
@@ -100,7 +88,7 @@ class Prompt(Point):
     def takes(self, method: str) -> bool:
         if method == "xla":
             return True
-        if method in OURS:
+        if method == "mosaic_gpu":
             return jax.default_backend() == "gpu"
         if self.packed or self.window or self.cache or self.tree or ("fa3" in method and self.head_dim > 128):
             return False
@@ -155,21 +143,8 @@ def variants(point: Prompt, method: str) -> dict[str, Any]:
     if "cudnn" in method:
         return {"": functools.partial(cudnn, gather=method != "cudnn")}
     options = make_options(point) | ({"query_starts": jnp.asarray(point.starts)} if point.packed else {})
-    attend = portable if method == "portable" else functools.partial(paged_attention, implementation=method)
+    attend = functools.partial(paged_attention, implementation=method)
     return {"": functools.partial(with_scales, attend, **options)}
-
-
-def portable(*arrays: Any, **options: Any) -> jax.Array:
-    call = make_call(arrays, options)
-    choice = choose(call, portable_gpu(), Known(implementation="mosaic_gpu"))
-    if isinstance(choice, Refusal):
-        raise NotImplementedError(choice.message)
-    return run(choice, call)[0].reshape(call.out_shape)
-
-
-def portable_gpu() -> _device.Gpu:
-    """This one, as if it were of a kind for which no kernel has a form of its own."""
-    return dataclasses.replace(_device.gpu(), compute_capability=10.0)
 
 
 def as_read_by(method: str, caches: tuple, block_tables: jax.Array) -> tuple:
@@ -230,13 +205,11 @@ def measure(
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", nargs="+", help="names of points")
-    parser.add_argument("--set", choices=("all", "forms"), default="all", help="which points, if none are named")
-    parser.add_argument("--methods", nargs="+", choices=(*OURS, "xla"), help="by default the first that can be")
+    parser.add_argument("--methods", nargs="+", choices=("mosaic_gpu", "xla"), help="by default the first that can be")
     parser.add_argument(
         "--peers", nargs="*", default=[], choices=tuple(PEERS), help="what is not installed is left out"
     )
     parser.add_argument("--toy", action="store_true", help="small, for trying this script out")
-    parser.add_argument("--at-once", type=int, default=12, help="points that are compiled together")
     add_output(parser)
     options = parser.parse_args(arguments)
     store = open_store("prefill", options)
@@ -244,8 +217,8 @@ def main(arguments: list[str] | None = None) -> None:
     peers = [name for name in options.peers if name != "fa3" or installed(name)]
     methods += [method for peer in peers for method in PEERS[peer]]
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
-    names = options.points or (TOY_POINTS if options.toy else {"all": POINTS, "forms": FORMS}[options.set])
-    for batch in itertools.batched(map(prompt, names), options.at_once):
+    names = options.points or (TOY_POINTS if options.toy else POINTS)
+    for batch in itertools.batched(map(prompt, names), AT_ONCE):
         todo = {
             point: [m for m in methods if point.takes(m) and f"{point.name} {m}" not in store.points] for point in batch
         }
@@ -261,14 +234,11 @@ def main(arguments: list[str] | None = None) -> None:
                 store.add(f"{point.name} {method}", measure(point, method, programs, inputs, expected))
             print_row(point.name, {m: store.points.get(f"{point.name} {m}") for m in methods})
         # Last: CUPTI may change what the process does afterwards.
-        for point in batch:
-            for method in (method for method in todo[point] if method in OURS):
-                programs = {"ours": compiled[point.name, method, ""], "floor": None, "reference": None, "peers": {}}
-                found = measure_kernels(point, Programs(**programs), make_inputs(point))
-                name = f"{point.name} {method}"
-                store.add(name, store.points[name] | found)
-                print(f"{name:<60} kernels {found['kernels']:.1f} us {found['by_kernel']}", flush=True)
-    print_sums(names, methods, store.points)
+        for point in (point for point in batch if "mosaic_gpu" in todo[point]):
+            name = f"{point.name} mosaic_gpu"
+            found = measure_kernels(point, compiled[point.name, "mosaic_gpu", ""], make_inputs(point))
+            store.add(name, store.points[name] | found)
+            print(f"{name:<60} kernels {found['kernels']:.1f} us {found['by_kernel']}", flush=True)
 
 
 def print_row(name: str, results: dict[str, Any]) -> None:
@@ -276,16 +246,6 @@ def print_row(name: str, results: dict[str, Any]) -> None:
         f"{method} {p['us']:.1f} us, {p['teraflops_per_second']:.0f} TFLOP/s" for method, p in results.items() if p
     )
     print(f"{name:<36} {'; '.join(found)}", flush=True)
-
-
-def print_sums(names: Iterable[str], methods: Iterable[str], points: dict[str, Any]) -> None:
-    """Of points of several kinds of sequences: their time over the sum of a call for each kind."""
-    for name, method in itertools.product(names, methods):
-        first, *others = name.split(" + ")
-        parts = [f"{part} {method}" for part in (first, *(f"{first.split()[0]} {other}" for other in others))]
-        if others and all(part in points for part in (*parts, f"{name} {method}")):
-            total = sum(points[part]["us"] for part in parts)
-            print(f"{name} {method}: {points[f'{name} {method}']['us'] / total:.3f} of a call for each kind")
 
 
 if __name__ == "__main__":

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels.partitioned import Partitions, partitioned
+from jaxpaged import paged_attention
 from tests.cases import OPTIONS, make_case, within_budget
 
-CALLS: tuple[tuple[str, dict[str, Any], Partitions], ...] = (  # name, shape, partitions
+CALLS: tuple[tuple[str, dict[str, Any], int | None], ...] = (  # name, shape, partitions
     ("single pass", {}, 1),
     ("partitions", {}, 3),
     ("chosen partitions", {}, None),
-    ("plan", {"lengths": (1, 300, 0), "max_blocks": 20}, "plan"),
+    ("chosen partitions, uneven", {"lengths": (1, 300, 0), "max_blocks": 20}, None),
     ("head_dim 64", {"head_dim": 64}, 2),
     ("head_dim 80", {"head_dim": 80}, 1),
     ("head_dim 256", {"head_dim": 256}, 2),
@@ -53,9 +53,9 @@ def main() -> None:
             settings: dict[str, Any] = {"head_dim": 128, "dtype": jnp.bfloat16} | shape
             case = make_case(seed, **settings)
         with jax.default_device(device):
-            out = partitioned(
-                num_partitions,
+            out = paged_attention(
                 *jax.device_put(case.arrays, device),
+                num_partitions=num_partitions,
                 implementation=options.implementation,
                 **case.options,
             )

@@ -8,9 +8,6 @@ tests/cases.py: twice the error of plain jnp at the same precision, plus half a 
 largest number and 3e-6; and if every lse is within 0.2%.
 
 Each family also gets cases with a mistake in them, keys instead of values, which must be found.
-
-With `--as-gpu A100` the kernels of another GPU compute, in the configurations that they have there, without plans:
-long queries go to the portable prefill kernel.
 """
 
 import argparse
@@ -26,12 +23,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks.harness import add_output, compile_all, open_store
-from benchmarks.kernels.partitioned import Partitions, partitioned
-from jaxpaged import _device, paged_attention_reference
-from jaxpaged._attention.call import check_call
-from jaxpaged._attention.choose import Choice, Known, choose
-from jaxpaged._attention.launch import Results
-from jaxpaged._attention.run import run
+from jaxpaged import paged_attention, paged_attention_reference
 from tests.cases import GARBAGE_IDS, plain_jnp
 
 SEQS = 8
@@ -48,7 +40,7 @@ class Family:
     head_dim: int
     block_size: int
     max_blocks: int
-    num_partitions: Partitions = None
+    num_partitions: int | None = None
     q_len: int = 1
     options: tuple[str, ...] = ()
     dtype: str = "bfloat16"
@@ -62,16 +54,13 @@ ALL = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
 FAMILIES = (
     Family("plain", 8, 2, 128, 16, 40),
     Family("single pass", 8, 2, 128, 16, 40, num_partitions=1),
-    Family("two partitions", 8, 2, 128, 16, 40, num_partitions=2),
     Family("seven partitions", 8, 2, 128, 16, 40, num_partitions=7),
     Family("more partitions than tiles", 4, 1, 128, 16, 10, num_partitions=16),
     Family("long", 4, 1, 128, 16, 256),
-    Family("plan", 8, 2, 128, 16, 256, num_partitions="plan"),
-    Family("plan, all options, 4 queries", 6, 2, 64, 16, 40, num_partitions="plan", options=ALL, q_len=4),
-    Family("plan, head_dim 256, window", 4, 1, 256, 32, 20, num_partitions="plan", options=("sliding_window",)),
+    Family("long, all options, 4 queries", 6, 2, 64, 16, 256, options=ALL, q_len=4),
+    Family("head_dim 256, window", 4, 1, 256, 32, 20, options=("sliding_window",)),
     Family("mha", 6, 6, 128, 16, 24),
     Family("group of 3", 6, 2, 64, 16, 40),
-    Family("group of 5", 5, 1, 128, 16, 40, num_partitions=3),
     Family("group of 7", 14, 2, 128, 32, 20),
     Family("group of 12", 12, 1, 64, 16, 40),
     Family("group of 64", 64, 1, 128, 16, 24),
@@ -79,7 +68,6 @@ FAMILIES = (
     Family("head_dim 64", 8, 2, 64, 16, 40, num_partitions=4),
     Family("head_dim 80", 4, 2, 80, 16, 40),
     Family("head_dim 96", 4, 2, 96, 16, 40, num_partitions=2),
-    Family("head_dim 112", 4, 2, 112, 16, 40),
     Family("head_dim 192", 4, 2, 192, 16, 40),
     Family("head_dim 256", 4, 2, 256, 16, 40, num_partitions=3),
     Family("block 8", 8, 2, 128, 8, 80),
@@ -88,7 +76,6 @@ FAMILIES = (
     Family("block 128", 8, 2, 128, 128, 5, num_partitions=3),
     Family("block 256", 8, 2, 128, 256, 3),
     Family("float16", 8, 2, 128, 16, 40, dtype="float16"),
-    Family("2 queries", 8, 2, 128, 16, 40, q_len=2),
     Family("4 queries, partitions", 8, 2, 128, 16, 40, q_len=4, num_partitions=5),
     Family("16 queries", 4, 1, 64, 16, 24, q_len=16),
     Family("16 queries, partitions", 4, 1, 128, 16, 40, q_len=16, num_partitions=3),
@@ -174,12 +161,8 @@ def try_case(family: Family, implementation: Any, args: tuple[jax.Array, jax.Arr
     q = (q * jax.random.choice(size, jnp.asarray((0.1, 1.0, 3.0), jnp.float32))).astype(dtype)  # flat to peaked
 
     arrays = q, k_cache, jnp.where(is_twin, k_cache, v_cache), tables, lengths
-    if isinstance(implementation, _device.Gpu):
-        out, lse = as_on(implementation, arrays, family.num_partitions, options)
-    else:
-        out, lse = partitioned(
-            family.num_partitions, *arrays, return_lse=True, implementation=implementation, **options
-        )
+    options_of_ours = options | dict(num_partitions=family.num_partitions, implementation=implementation)
+    out, lse = paged_attention(*arrays, return_lse=True, **options_of_ours)
     expected, expected_lse = paged_attention_reference(q, k_cache, v_cache, tables, lengths, return_lse=True, **options)
     plain = plain_jnp(q, k_cache, v_cache, tables, lengths, dtype, options).astype(jnp.float32)
     worst = jnp.abs(out.astype(jnp.float32) - expected).max(axis=-1)
@@ -191,16 +174,6 @@ def try_case(family: Family, implementation: Any, args: tuple[jax.Array, jax.Arr
         "bad_lse": (~lse_good).sum(dtype=jnp.int32),
         "worst": jnp.nan_to_num(worst / budget, nan=jnp.inf).max(),
     }
-
-
-def as_on(gpu: _device.Gpu, arrays: Any, partitions: Partitions, options: dict[str, Any]) -> Results:
-    """Out and lse by the kernels that another GPU would take."""
-    known = Known(partitions if isinstance(partitions, int) else None, implementation="mosaic_gpu")
-    call = check_call(*arrays, **options)
-    choice = choose(call, gpu, known)
-    assert isinstance(choice, Choice)
-    out, lse = run(choice, call)
-    return (out, lse) if arrays[0].ndim == 4 else (out[:, 0], lse[:, 0])
 
 
 def loop(family: Family, implementation: Any, keys: jax.Array, is_twin: jax.Array) -> dict[str, jax.Array]:
@@ -228,7 +201,6 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=10_000, help="in all, spread evenly over the families")
     parser.add_argument("--families", nargs="+", choices=[family.name for family in FAMILIES], metavar="NAME")
     parser.add_argument("--implementation", choices=("mosaic_gpu", "xla"), default="mosaic_gpu")
-    parser.add_argument("--as-gpu", choices=tuple(_device.GPUS), help="by the kernels that this GPU has")
     parser.add_argument("--seed", type=int, default=0)
     add_output(parser)
     options = parser.parse_args()
@@ -236,10 +208,6 @@ def main() -> None:
     families = [family for family in FAMILIES if options.families is None or family.name in options.families]
     each = -(-options.cases // len(FAMILIES))  # of all, so that a run may be cut into pieces
     what = {"seed": options.seed, "implementation": options.implementation, "cases_a_family": each}
-    implementation = options.implementation
-    if options.as_gpu:
-        implementation = dataclasses.replace(_device.named(options.as_gpu), num_sms=_device.gpu().num_sms)
-        what["as_gpu"] = options.as_gpu
     store = open_store("random_cases", options, **what)
     families = [family for family in families if family.name not in store.points]
     is_twin = jnp.arange(each + TWINS) < TWINS
@@ -251,7 +219,7 @@ def main() -> None:
         return jax.random.split(jax.random.fold_in(jax.random.key(options.seed), FAMILIES.index(family)), each + TWINS)
 
     def job(family: Family) -> Any:
-        program = jax.jit(functools.partial(loop, family, implementation))
+        program = jax.jit(functools.partial(loop, family, options.implementation))
         # What is drawn is rounded to `dtype` for the kernel. Unless told so, XLA hands the oracle the unrounded numbers
         # and leaves p of plain jnp unrounded.
         return program.lower(make_keys(family), is_twin).compile({"xla_allow_excess_precision": False})

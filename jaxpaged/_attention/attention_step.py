@@ -133,6 +133,7 @@ class AttentionStep:
         slots = as_int32(slots)
         shape, num_seqs = slots.shape[allocator.num_groups > 1 :], allocator.lengths.shape[0]
         is_packed, num_partitions = query_starts is not None, check_partitions(num_partitions)
+        starts = None if query_starts is None else as_int32(query_starts)
         if slots.dtype != jnp.int32 or len(shape) not in ((1,) if is_packed else (1, 2)):
             raise ValueError(
                 "slots must be int32 [seqs], [seqs, q_len] or with query_starts [tokens], of each group of layers; "
@@ -143,13 +144,11 @@ class AttentionStep:
                 f"slots must have a row for each of the allocator's {num_seqs} sequences; got {list(slots.shape)}. "
                 "Pass query_starts with packed tokens."
             )
-        if is_packed:
-            query_starts = as_int32(query_starts)
-            if query_starts.shape != (num_seqs + 1,) or query_starts.dtype != jnp.int32:
-                raise ValueError(
-                    f"query_starts must be int32 [{num_seqs + 1}], one more than the allocator's sequences; got "
-                    f"{query_starts.dtype} {list(query_starts.shape)}."
-                )
+        if starts is not None and (starts.shape != (num_seqs + 1,) or starts.dtype != jnp.int32):
+            raise ValueError(
+                f"query_starts must be int32 [{num_seqs + 1}], one more than the allocator's sequences; got "
+                f"{starts.dtype} {list(starts.shape)}."
+            )
         if positions is not None:
             positions = as_int32(positions)
             if positions.shape != shape or positions.dtype != jnp.int32:
@@ -157,8 +156,8 @@ class AttentionStep:
                     f"positions must be int32 {list(shape)}, one a token; got {positions.dtype} "
                     f"{list(positions.shape)}."
                 )
-        elif is_packed:
-            positions = packed_positions(query_starts, allocator.lengths, tokens=shape[0])
+        elif starts is not None:
+            positions = packed_positions(starts, allocator.lengths, tokens=shape[0])
         else:
             positions = allocator.positions(shape[1] if len(shape) > 1 else 1).reshape(shape)
         plan = None
@@ -173,7 +172,7 @@ class AttentionStep:
             allocator=allocator,
             slots=slots,
             positions=positions,
-            query_starts=query_starts,
+            query_starts=starts,
             tree_mask=None if tree_mask is None else jnp.asarray(tree_mask),
             prefix_groups=prefix_groups,
             adapters=None if adapters is None else as_int32(adapters),
@@ -227,7 +226,8 @@ class AttentionStep:
         """
         self._check(cache)
         shape, layout = q.shape, self.positions.shape
-        q, k, v = (x if x is None else x.reshape(*layout, *x.shape[-2:]) for x in (q, k, v))
+        q = q.reshape(*layout, *q.shape[-2:])
+        k, v = (None if x is None else x.reshape(*layout, *x.shape[-2:]) for x in (k, v))
         check_interleaved("rotary_frequencies", rotary_frequencies, interleaved=interleaved)
         before = cache
         if k is None:

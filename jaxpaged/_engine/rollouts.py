@@ -49,6 +49,7 @@ class Collector:
 
     def __init__(self, rows: Sequence[Row], types: Report):
         self._types = types
+        self._hashable_types = jax.tree.structure(types), tuple(jax.tree.leaves(types))
         self._index = {id(row): i for i, row in enumerate(rows)}
         self._shape = len(rows), max(row.params.max_tokens for row in rows)
         self._rollout: Rollout | None = None
@@ -69,7 +70,7 @@ class Collector:
         targets[order] = np.where(begin >= 0, begin + turn, targets[0])
         if self._rollout is None:
             self._rollout = _empty(self._shape, words, self._types.aux)
-        self._rollout = _put(self._rollout, words, targets, np.int32(version), types=self._types)
+        self._rollout = _put(self._rollout, words, targets, np.int32(version), types=self._hashable_types)
 
     def result(self) -> Rollout:
         assert self._rollout is not None  # each request has a token at least, or was aborted in a slice
@@ -83,12 +84,12 @@ def _empty(shape: tuple[int, int], words: jax.Array, aux: Any) -> Rollout:
         return jnp.zeros((shape[0] * shape[1], *of_token), dtype, device=words.sharding)
 
     own = [zeros(dtype) for dtype in (jnp.int32, jnp.float32, jnp.bool_, jnp.int32)]
-    return Rollout(*own, jax.tree.map(lambda x: zeros(x.dtype, *x.shape[2:]), aux))
+    return Rollout(*own, aux=jax.tree.map(lambda x: zeros(x.dtype, *x.shape[2:]), aux))
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="types")
-def _put(rollout: Rollout, words: jax.Array, targets: jax.Array, version: jax.Array, *, types: Report) -> Rollout:
-    report = unpack(words, types)
+def _put(rollout: Rollout, words: jax.Array, targets: jax.Array, version: jax.Array, *, types: Any) -> Rollout:
+    report = unpack(words, jax.tree.unflatten(*types))
     tokens = report.outbox.tokens
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:

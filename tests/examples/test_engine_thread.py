@@ -14,12 +14,11 @@ pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
 import serve
-from benchmarks.engine import stand_in
-from benchmarks.engine.stand_in import StandIn
 from jaxpaged import Completion, RequestOutput, SamplingParams
 from lib import engine_thread
 from lib.engine_thread import EngineThread, Generation
 from tests.examples.serving import KEY, SIZES, complete, running
+from tests.timed_engine import TimedEngine
 
 REQUESTS = 60
 
@@ -90,9 +89,8 @@ def test_a_finished_completion_of_an_open_request_is_not_under_way(service):
 
 
 def test_a_request_that_follows_an_answer_starts_with_the_next_slice(monkeypatch):
-    engine = StandIn(num_seats=2, steps_per_slice=1, tokens_per_s=10, vocab_size=300)  # slices of 0.2 seconds
+    engine = TimedEngine(slice_seconds=0.2)
     thread, calls, step, add_request = EngineThread(engine, most_completions=4), [], engine.step, engine.add_request
-    monkeypatch.setattr(stand_in, "spared", lambda seconds: 0.9 * seconds)  # so that a busy machine is in time
 
     def logged_step():
         calls.append("step")
@@ -124,7 +122,7 @@ def test_a_request_that_follows_an_answer_starts_with_the_next_slice(monkeypatch
 def test_a_busy_event_loop_gets_several_tokens_at_once(monkeypatch):
     monkeypatch.setattr(engine_thread, "LOOP_SHARE", 1e-9)  # whatever it does is too much
     monkeypatch.setattr(engine_thread, "MOST_HELD_SECONDS", 0.5)
-    engine = StandIn(num_seats=1, steps_per_slice=1, tokens_per_s=50, vocab_size=300)
+    engine = TimedEngine(num_seats=1, slice_seconds=0.02)
     thread = EngineThread(engine, most_completions=1)
 
     async def ask():

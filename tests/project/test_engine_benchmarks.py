@@ -6,15 +6,13 @@ import sys
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.engine import adapters, online, prefixes, score, server, stream_clients, vllm_peer
+from benchmarks.engine import online, server, stream_clients, throughput, vllm_peer
 from benchmarks.engine.model import CONFIGS, random_weights
-from benchmarks.engine.stand_in import StandIn, made_up
-from benchmarks.engine.workload import SIZES, create_engine, rollout_work, workload
-from jaxpaged import SamplingParams
+from benchmarks.engine.workload import create_engine, rollout_work, workload
+from tests.timed_engine import TimedEngine
 
 STREAMED = (
     b'HTTP/1.1 200 OK\r\n\r\n1f\r\ndata: {"choices": [{"text": "a"}]}\n\n\r\n'
@@ -22,65 +20,18 @@ STREAMED = (
 )
 
 
-def test_a_stand_in_serves_as_an_engine_does():
-    engine = StandIn(num_seats=2, steps_per_slice=3, tokens_per_s=1e6, vocab_size=100)
-    prompts = [[1, 2], [3], [4, 5]]
-    ids = [engine.add_request(prompt, SamplingParams(max_tokens=4)) for prompt in prompts]
-    outputs = {}
-    while engine.has_unfinished_requests:
-        for output in engine.step():
-            completion = output.outputs[0]
-            assert completion.token_ids[: len(outputs.get(output.request_id, []))] == outputs.get(output.request_id, [])
-            outputs[output.request_id] = completion.token_ids
-            assert completion.finish_reason == ("length" if output.finished else None)
-    assert [outputs[i] for i in ids] == [made_up(prompt, 0, 4, 100) for prompt in prompts]
-    assert engine.stats().num_generated == 3 * 4
-    aborted = engine.add_request([1], SamplingParams(max_tokens=1000))
-    assert engine.abort(aborted)
-    while engine.has_unfinished_requests:
-        (output,) = engine.step() or [output]
-    assert output.outputs[0].finish_reason == "abort"
-
-
-def test_the_products_of_adapters(tmp_path, monkeypatch):
-    monkeypatch.setattr(adapters, "read_bandwidth", lambda: 1e12)
-    output = tmp_path / "adapters.json"
-    adapters.main(["--toy", "--layers=0", f"--output={output}"])
-    points = json.loads(output.read_text())["points"]
-    assert set(points) == {"products, 8 rows", "products, 24 rows"}
-    # A and B of 4 adapters of rank 16, of two bytes a number: q, k, v and o
-    assert points["products, 8 rows"]["floor"] == pytest.approx(2 * 4 * 16 * (4 * 256 + 256 + 64 + 64 + 256) / 1e6)
-    lora = adapters.lora
-    monkeypatch.setattr(adapters, "lora", lambda x, a, b, ids: lora(x, a, b, jnp.roll(ids, 1)))
-    shape, (qkv, _) = adapters.TOY, adapters.make_layer(adapters.TOY, 0)
-    rows = 9  # not compiled before
-    with pytest.raises(AssertionError, match="wrong result"):
-        adapters.check(jnp.ones((rows, shape.features), jnp.bfloat16), shape.ids(rows), qkv)
-
-
-@pytest.fixture
-def needs_server():
+def test_streams_of_a_server_are_counted(tmp_path, monkeypatch):
     pytest.importorskip("uvicorn")
-
-
-def run_server(*options):
-    server.main(["--model=toy", "--stand-in=20000", "--clients=3", "--requests=7", *options])
-
-
-def test_streams_of_a_server_are_the_tokens_of_its_engine(needs_server, tmp_path):
+    engine = TimedEngine(num_seats=3, slice_seconds=1e-3)
+    monkeypatch.setattr(server, "create_engine", lambda *_, **__: engine)
     output = tmp_path / "server.json"
-    run_server(f"--output={output}")
+    command = ["--model=toy", "--clients=3", "--requests=7", f"--output={output}"]
+    server.main(command)
     points = json.loads(output.read_text())["points"]
     assert set(points) == {"engine", "server"}
     assert points["server"]["of_engine"] > 0
     assert points["server"]["event_loop_us_per_token"] > 0
     assert points["server"]["events"] > 7 * 2
-
-
-def test_the_check_sees_a_text_of_other_tokens(needs_server, monkeypatch):
-    monkeypatch.setattr(server, "made_up", lambda *args: [token + 1 for token in made_up(*args)])
-    with pytest.raises(AssertionError, match="another text than its tokens"):
-        run_server()
 
 
 def test_an_answer_that_is_no_whole_stream_is_an_error():
@@ -176,13 +127,11 @@ def test_requests_that_come_one_by_one(tmp_path, monkeypatch):
 def test_vllm_gets_the_same_requests(tmp_path, fake_vllm):
     path = tmp_path / "vllm.json"
     arguments = ["--model=toy", "--requests", "70", "3", "--rates", "50", "100", "--seconds=0.2", f"--output={path}"]
-    vllm_peer.main([*arguments, "--rollout", "--prefixes"])
+    vllm_peer.main([*arguments, "--rollout"])
     results = json.loads(path.read_text())
     points = results["points"]
     for count in (70, 3):
         assert points.pop(f"engine {count}")["tokens"] == sum(new for _, new in workload(70, 64)[:count])
-    long, num_completions = prefixes.rows(prefixes.REQUESTS, SIZES["toy"])["long completions"]
-    assert points.pop("long completions")["tokens"] == num_completions * sum(new for _, new in long)
     for i in range(2):
         assert points.pop(f"round {i + 1}")["tokens"] == 8 * sum(new for _, new in rollout_work(64, 64, seed=i))
     check_points(points)
@@ -190,14 +139,27 @@ def test_vllm_gets_the_same_requests(tmp_path, fake_vllm):
     assert results["settings"] == dict(engine="vllm 1.2", num_seats=4, step_tokens=8, seconds=0.2)
 
 
-def test_the_products_of_scoring_are_those_of_the_model():
+def test_the_floor_of_steps():
     config = CONFIGS["toy"]
     layer = 128 * (128 + 2 * 64) + 128 * 128 + 3 * 128 * 256  # q, k and v; out; gate, up and down
-    of_token = 2 * layer + 1000 * 128
-    pairs = 1 + 2 + 3  # each token sees itself and those before it
-    attended = 2 * 4 * 32 * 2 * pairs  # scores and values of 4 heads in 2 layers
-    expected = 2 * 5 * (3 * of_token + attended)
-    assert score.num_products(config, random_weights(config), 5, 3) == expected
+    weights, head, kv = 2 * (layer + 2 * 128), 1000 * 128, 2 * 2 * 2 * 2 * 32  # of two layers, the first with its norms
+    rates = dict(bandwidth=1e3, products=1e3)
+    floor = throughput.Floor.of(config, random_weights(config), 8, **rates)
+    work = [([1, 2], 3)]  # two steps of single tokens, on 2 and on 3 tokens and the one that is computed
+    assert floor.seconds({}, work) == pytest.approx((2 * 2 + 3) * kv / 1e3)
+    computed = 2 * (weights * 4 + head * 4) / 1e3
+    assert floor.seconds({"single_4": 1}, []) == pytest.approx(computed)
+    assert floor.seconds({"mixed_24": 2}, []) == pytest.approx(2 * 2 * (weights * 24 + head * 8) / 1e3)
+    read = throughput.Floor.of(config, random_weights(config), 8, bandwidth=1e3, products=1e9)
+    assert read.seconds({"single_4": 1}, []) == pytest.approx(2 * (weights + head) / 1e3)
+
+
+def test_logprobs_that_differ_are_seen():
+    assert throughput.worst_nats([[-1.0, -2.0], []], [[-1.1, -2.0], []]) == pytest.approx(0.1)
+    with pytest.raises(AssertionError, match=r"differ by 1\.000 nats"):
+        throughput.worst_nats([[-1.0]], [[-2.0]])
+    with pytest.raises(ValueError, match="zip"):
+        throughput.worst_nats([[-1.0]], [[-1.0, -2.0]])
 
 
 def test_both_engines_get_the_same_requests_at_the_same_times():
@@ -231,13 +193,13 @@ def seconds(monkeypatch):
     return seconds
 
 
-class Sparing(StandIn):
+class Sparing(TimedEngine):
     """Has always as many seconds to spare."""
 
     seconds_to_spare = 0.0
 
     def __init__(self):
-        super().__init__(num_seats=2, steps_per_slice=8, tokens_per_s=1e5, vocab_size=100)
+        super().__init__(steps_per_slice=8)
 
 
 def test_a_request_that_arrives_while_there_is_time_comes_before_the_step(monkeypatch, seconds):

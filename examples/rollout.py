@@ -7,9 +7,9 @@
 A prompt says one letter eight times, and asks for more. The reward is the share of that letter in a completion. A round
 samples n completions of each prompt, whose prompt is computed once; a completion's advantage is its reward minus the
 mean of its prompt's, over their standard deviation, as in GRPO (Shao et al., 2024, https://arxiv.org/abs/2402.03300).
-The learner takes one step of Adam along the gradient, and the engine gets its weights. `model` is the model of both:
-the engine gives it paged attention, and the learner dense attention. With --drafts, a step guesses tokens of a
-completion from its own text or another completion's of its prompt; the tokens stay the same.
+The learner takes one step of Adam along the gradient, and the engine gets its weights. Both run `model` and `head`, the
+engine with paged attention, the learner with dense attention. With --drafts, a step guesses tokens of a completion from
+its own text or another completion's of its prompt; the tokens stay the same.
 """
 
 import argparse
@@ -44,31 +44,31 @@ def first_weights(seed: int) -> dict[str, jax.Array]:
     }
 
 
-def model(weights: Any, tokens: jax.Array, positions: jax.Array, cache: Any, attend: Any) -> tuple[Any, jax.Array]:
+def model(weights: Any, tokens: jax.Array, positions: jax.Array, cache: Any, step: Any) -> tuple[Any, jax.Array]:
     def normalise(x: jax.Array) -> jax.Array:
         return x * jax.lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6)
 
     x = weights["letters"][tokens] + weights["positions"][positions]
     qkv = (normalise(x) @ weights["qkv"]).reshape(len(tokens), 3, HEADS, HEAD_DIM)
-    cache, out = attend(qkv[:, 0], qkv[:, 1], qkv[:, 2], cache)
-    x = normalise(x + out.reshape(len(tokens), -1) @ weights["out"])
-    return cache, attend.newest(x) @ weights["head"]
+    cache, out = step.attend(qkv[:, 0], qkv[:, 1], qkv[:, 2], cache)
+    return cache, normalise(x + out.reshape(len(tokens), -1) @ weights["out"])
 
 
-class DenseAttention:
-    """The `attend` of a learner: one whole sequence, and logits of every token."""
+def head(weights: Any, x: jax.Array) -> jax.Array:
+    return x @ weights["head"]
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, cache: None) -> tuple[None, jax.Array]:
+
+class DenseStep:
+    """The step of a learner: all tokens of one sequence."""
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, cache: None) -> tuple[None, jax.Array]:
         return cache, jax.nn.dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
-
-    def newest(self, x: jax.Array) -> jax.Array:
-        return x
 
 
 def logprobs_of(weights: Any, texts: jax.Array) -> jax.Array:
     """Of each token but the first, float32 `[texts, length - 1]`."""
     positions = jnp.arange(texts.shape[1], dtype=jnp.int32)
-    logits = jax.vmap(lambda text: model(weights, text, positions, None, DenseAttention())[1])(texts)
+    logits = head(weights, jax.vmap(lambda text: model(weights, text, positions, None, DenseStep())[1])(texts))
     return jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), texts[:, 1:, None], axis=2)[..., 0]
 
 
@@ -108,7 +108,8 @@ def create_engine(weights: Any, drafts: int = 0) -> Engine:
     sizes: dict[str, Any] = dict(num_seats=seats, max_length=PROMPT + NEW, chunk_tokens=PROMPTS * PROMPT)
     # All steps of an exact engine have the rows of the widest: beside a token of each seat there is room for drafts.
     sizes |= dict(drafts=drafts, exact=drafts > 0, widths=())
-    return Engine(model, weights, cache, prefix_cache=True, steps_per_slice=NEW + 2, **sizes)
+    sizes |= dict(prefix_cache=True, steps_per_slice=NEW + 2)
+    return Engine(model, weights, cache, head=head, vocab_size=LETTERS, **sizes)
 
 
 def train(num_rounds: int, seed: int, drafts: int = 0) -> Iterator[tuple[float, Rollout]]:

@@ -59,7 +59,7 @@ class EngineRollout(BaseRollout):
     ):
         del mesh
         self._model, self._tokenizer = rollout_actor, TokenizerAdapter(tokenizer)
-        apply, weights = paged(rollout_actor)
+        apply, weights, head = paged(rollout_actor)
         self._arrays = jax.tree.leaves(weights)  # those that the engine has
         config = rollout_actor.config
         max_length = rollout_config.max_prompt_length + rollout_config.max_tokens_to_generate
@@ -74,7 +74,8 @@ class EngineRollout(BaseRollout):
             for _ in range(config.num_layers)
         )
         sizes: dict[str, Any] = dict(num_seats=num_seats, max_length=max_length, prefix_cache=True, seed=seed)
-        self.engine = jaxpaged.Engine(apply, weights, caches, **sizes | options)
+        sizes |= dict(vocab_size=config.vocab_size)
+        self.engine = jaxpaged.Engine(apply, weights, caches, head=head, **sizes | options)
 
     def generate(self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any) -> RolloutOutput:
         del kwargs

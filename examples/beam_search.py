@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from jaxpaged import BlockAllocator, copy_blocks
+from jaxpaged import AttentionStep, BlockAllocator, copy_blocks
 from lib.command_line import compute, describe_blocks, model_arguments, positive, read_request, run
 from lib.generation import num_entries
 from lib.llama import Llama
@@ -50,7 +50,7 @@ class Beams:
         return ~self.complete & jnp.isfinite(self.log_probabilities)
 
 
-def choose(beams: Beams, step: jax.Array, logits: jax.Array, limits: jax.Array, eos_ids: tuple[int, ...]) -> Beams:
+def choose(beams: Beams, i: jax.Array, logits: jax.Array, limits: jax.Array, eos_ids: tuple[int, ...]) -> Beams:
     """Puts the best continuations in the beams that are not complete; logits are f32 [prompts, width, vocab_size]."""
     num_prompts, width, vocab_size = logits.shape
     own = jnp.arange(width, dtype=jnp.int32)[None]
@@ -67,12 +67,12 @@ def choose(beams: Beams, step: jax.Array, logits: jax.Array, limits: jax.Array, 
 
     # 2. A beam takes over its parent's tokens, ...
     tokens = jnp.take_along_axis(beams.tokens, parent[..., None], axis=1)
-    is_new = continued[..., None] & (jnp.arange(tokens.shape[-1]) == step)[None, None]
-    ended = jnp.isin(token, jnp.asarray(eos_ids, jnp.int32)) | (step + 1 >= limits[:, None])
+    is_new = continued[..., None] & (jnp.arange(tokens.shape[-1]) == i)[None, None]
+    ended = jnp.isin(token, jnp.asarray(eos_ids, jnp.int32)) | (i + 1 >= limits[:, None])
     beams = dataclasses.replace(
         beams,
         tokens=jnp.where(is_new, token[..., None], tokens),
-        num_tokens=jnp.where(continued, step + 1, beams.num_tokens),
+        num_tokens=jnp.where(continued, i + 1, beams.num_tokens),
         log_probabilities=jnp.where(beams.complete, beams.log_probabilities, best),
         complete=beams.complete | (continued & ended),
     )
@@ -106,10 +106,10 @@ def search(
     num_prompts, width, max_new_tokens = beams.tokens.shape
 
     def one_step(carry: tuple[jax.Array, Beams]) -> tuple[jax.Array, Beams]:
-        step, beams = carry
-        allocator, slots, ok = beams.allocator.append(beams.running.ravel().astype(jnp.int32))
-        last = beams.tokens[:, :, step - 1].reshape(-1, 1)
-        caches, logits = model(last, beams.caches, allocator, slots)
+        i, beams = carry
+        allocator, slots, ok = beams.allocator.append(beams.running.ravel())
+        step = AttentionStep.create(allocator, slots[:, 0])
+        caches, x = model(beams.tokens[:, :, i - 1].ravel(), beams.caches, step)
         beams = dataclasses.replace(
             beams,
             caches=caches,
@@ -117,7 +117,8 @@ def search(
             peak_blocks=jnp.maximum(beams.peak_blocks, allocator.num_held),
             peak_unshared=jnp.maximum(beams.peak_unshared, num_entries(allocator)),
         )
-        return step + 1, choose(drop(beams, ~ok), step, logits.reshape(num_prompts, width, -1), limits, eos_ids)
+        logits = model.logits(x).reshape(num_prompts, width, -1)
+        return i + 1, choose(drop(beams, ~ok), i, logits, limits, eos_ids)
 
     firsts = jnp.arange(num_prompts, dtype=jnp.int32) * width
     caches, allocator, logits, ok = write_prompts(model, beams.caches, beams.allocator, prompts, seqs=firsts)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpaged import BlockAllocator, KVCache, paged_attention, write_kv
+from jaxpaged import AttentionStep, BlockAllocator, KVCache
 
 SEQS, HEADS, KV_HEADS, HEAD_DIM, VOCAB, EOS = 4, 8, 2, 64, 1000, 302
 BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS, MAX_NEW_TOKENS = 16, 32, 8, 100
@@ -21,24 +21,23 @@ k_proj, v_proj = jax.random.normal(keys[2], (2, HEADS * HEAD_DIM, KV_HEADS * HEA
 weights = {"embedding": embedding, "head": head, "q": q_proj, "k": k_proj, "v": v_proj}
 
 
-def model(weights, tokens, cache, allocator, slots):
+def model(weights, tokens, cache, step):
     """tokens [seqs] -> the new cache, and logits [seqs, vocab]."""
     x = weights["embedding"][tokens]
     q = (x @ weights["q"]).reshape(SEQS, HEADS, HEAD_DIM)
     k, v = ((x @ weights[name]).reshape(SEQS, KV_HEADS, HEAD_DIM) for name in ("k", "v"))
-    cache = write_kv(cache, k, v, slots)
-    out = paged_attention(q, cache.k, cache.v, allocator.block_tables, allocator.lengths)
+    cache, out = step.attend(q, k, v, cache)
     return cache, (x + out.reshape(x.shape)) @ weights["head"].T
 
 
 def decode(weights, cache, allocator, tokens):
     """From one token for each sequence to the generated tokens, int32 [seqs, MAX_NEW_TOKENS], -1 after the end."""
 
-    def step(carry):
+    def one_step(carry):
         i, cache, allocator, last, running, generated = carry
-        allocator, slots, ok = allocator.append(running.astype(jnp.int32))
+        allocator, slots, ok = allocator.append(running)
         running &= ok  # out of blocks: that sequence ends, the others go on
-        cache, logits = model(weights, last, cache, allocator, slots[:, 0])
+        cache, logits = model(weights, last, cache, AttentionStep.create(allocator, slots[:, 0]))
         token = logits.argmax(axis=-1).astype(jnp.int32)
         generated = generated.at[:, i].set(jnp.where(running, token, -1))
         running &= token != EOS
@@ -49,7 +48,7 @@ def decode(weights, cache, allocator, tokens):
 
     running, generated = jnp.ones(SEQS, bool), jnp.full((SEQS, MAX_NEW_TOKENS), -1, jnp.int32)
     carry = (0, cache, allocator, tokens, running, generated)
-    _, cache, allocator, _, _, generated = lax.while_loop(go_on, step, carry)
+    _, cache, allocator, _, _, generated = lax.while_loop(go_on, one_step, carry)
     return cache, allocator, generated
 
 

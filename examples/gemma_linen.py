@@ -3,8 +3,8 @@
     pip install gemma
     python examples/gemma_linen.py
 
-`step` runs the model's own parts, and `attention` replaces its attention: windows in most layers, norms on q and k, two
-rotary bases. The model is small and its weights are random; load real ones with `gemma.gm.ckpts`.
+`hidden` runs the model's own parts without its head, and `attention` replaces its attention: windows in most layers,
+norms on q and k, two rotary bases. The model is small and its weights are random; load real ones with `gemma.gm.ckpts`.
 """
 
 from typing import Any
@@ -24,25 +24,27 @@ with imports(__doc__):
 LOCAL, GLOBAL = _modules.AttentionType.LOCAL_SLIDING, _modules.AttentionType.GLOBAL
 
 
-def attention(a: Any, x: Any, positions: Any, cache: Any, attend: Any) -> tuple[Any, Any]:
-    """The model passes its mask through to here; `attend` takes the mask's place."""
+def attention(a: Any, x: Any, positions: Any, cache: Any, step: Any) -> tuple[Any, Any]:
+    """The model passes its mask through to here; the step takes the mask's place."""
     q, (k, v) = a.q_einsum("BTD,NDH->BTNH", x), a.kv_einsum("BSD,CKDH->CBSKH", x)
     rope = dict(base_frequency=a.rope_base_frequency, scale_factor=a.rope_scale_factor)
     q, k = apply_rope(a._query_norm(q), positions, **rope), apply_rope(a._key_norm(k), positions, **rope)
     window = a.sliding_window_size if a.attn_type == LOCAL else None
-    cache, out = attend(q, k, v, cache, scale=a.query_pre_attn_scalar, sliding_window=window)
+    cache, out = step.attend(q, k, v, cache, scale=a.query_pre_attn_scalar, sliding_window=window)
     return cache, a.attn_vec_einsum("BTNH,NHD->BTD", out)
 
 
-def step(model: Any, tokens: Any, positions: Any, caches: Any, attend: Any) -> tuple[Any, Any]:
-    inputs = _transformer._Inputs(model.embedder.encode(tokens[None]), positions[None], attend, None)
+def hidden(model: Any, tokens: Any, positions: Any, caches: Any, step: Any) -> tuple[Any, Any]:
+    inputs = _transformer._Inputs(model.embedder.encode(tokens[None]), positions[None], step, None)
     x, layers = model._apply_attention(inputs, {f"layer_{i}": cache for i, cache in enumerate(caches)})
-    return tuple(layers.values()), model.embedder.decode(attend.newest(x[0]))
+    return tuple(layers.values()), x[0]
 
 
-def paged(model: Any) -> Any:
-    """What `jaxpaged.generate` and `jaxpaged.Engine` take; the weights come from `model.init`."""
-    return jaxpaged.linen.replace(_modules.Attention, attention)(nn.apply(step, model))
+def paged(model: Any) -> tuple[Any, Any]:
+    """The model without its head, and the head, for `jaxpaged.generate` and `jaxpaged.Engine`; `model.init` makes the
+    weights."""
+    apply = jaxpaged.linen.replace(_modules.Attention, attention)(nn.apply(hidden, model))
+    return apply, nn.apply(lambda model, x: model.embedder.decode(x), model)
 
 
 def small_model() -> Any:
@@ -69,7 +71,8 @@ def main() -> None:
     weights = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     params = jaxpaged.SamplingParams(max_tokens=8, temperature=0)
     sizes: dict[str, Any] = dict(num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32")
-    for output in jaxpaged.generate(paged(model), weights, [[3, 1, 4], [1, 5]], params, **sizes):
+    apply, head = paged(model)
+    for output in jaxpaged.generate(apply, weights, [[3, 1, 4], [1, 5]], params, head=head, **sizes):
         print(output.outputs[0].token_ids)
 
 

@@ -7,8 +7,8 @@
 A prompt says one letter eight times, and asks for more. The reward is the share of that letter in a completion. A round
 samples n completions of each prompt, whose prompt is computed once; a completion's advantage is its reward minus the
 mean of its prompt's, over their standard deviation, as in GRPO (Shao et al., 2024, https://arxiv.org/abs/2402.03300).
-The learner takes one step of Adam along the gradient, and the engine gets its weights. `model` is the model of both:
-the engine gives it paged attention, and the learner dense attention. With --num-speculative-tokens, a step guesses
+The learner takes one step of Adam along the gradient, and the engine gets its weights. Both run `model` and `head`, the
+engine with paged attention, the learner with dense attention. With --num-speculative-tokens, a step guesses
 tokens of a completion from its own text or another completion's of its prompt; the tokens stay the same.
 """
 
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged import Engine, EngineOptions, KVCache, Rollout, SamplingParams
+from jaxpaged import Engine, EngineOptions, KVCache, Rollout, SamplingParams, dense_step
 
 LETTERS, FEATURES, HEADS, HEAD_DIM = 16, 64, 4, 16  # the last letter asks
 PROMPT, NEW, PROMPTS, COMPLETIONS = 9, 8, 16, 8
@@ -44,31 +44,24 @@ def first_weights(seed: int) -> dict[str, jax.Array]:
     }
 
 
-def model(weights: Any, tokens: jax.Array, positions: jax.Array, cache: Any, attend: Any) -> tuple[Any, jax.Array]:
+def model(weights: Any, tokens: jax.Array, positions: jax.Array, cache: Any, step: Any) -> tuple[Any, jax.Array]:
     def normalise(x: jax.Array) -> jax.Array:
         return x * jax.lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6)
 
     x = weights["letters"][tokens] + weights["positions"][positions]
     qkv = (normalise(x) @ weights["qkv"]).reshape(len(tokens), 3, HEADS, HEAD_DIM)
-    cache, out = attend(qkv[:, 0], qkv[:, 1], qkv[:, 2], cache)
-    x = normalise(x + out.reshape(len(tokens), -1) @ weights["out"])
-    return cache, attend.newest(x) @ weights["head"]
+    cache, out = step.attend(qkv[:, 0], qkv[:, 1], qkv[:, 2], cache)
+    return cache, normalise(x + out.reshape(len(tokens), -1) @ weights["out"])
 
 
-class DenseAttention:
-    """The `attend` of a learner: one whole sequence, and logits of every token."""
-
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, cache: None) -> tuple[None, jax.Array]:
-        return cache, jax.nn.dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
-
-    def newest(self, x: jax.Array) -> jax.Array:
-        return x
+def head(weights: Any, x: jax.Array) -> jax.Array:
+    return x @ weights["head"]
 
 
 def logprobs_of(weights: Any, texts: jax.Array) -> jax.Array:
     """Of each token but the first, float32 `[texts, length - 1]`."""
-    positions = jnp.arange(texts.shape[1], dtype=jnp.int32)
-    logits = jax.vmap(lambda text: model(weights, text, positions, None, DenseAttention())[1])(texts)
+    step = dense_step(texts.shape[1])
+    logits = head(weights, jax.vmap(lambda text: model(weights, text, step.positions, None, step)[1])(texts))
     return jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), texts[:, 1:, None], axis=2)[..., 0]
 
 
@@ -106,6 +99,7 @@ def create_engine(weights: Any, num_drafts: int = 0) -> Engine:
         dtype=jnp.float32,
     )
     options = EngineOptions(
+        vocab_size=LETTERS,
         max_num_seqs=completions,
         max_model_len=PROMPT + NEW,
         chunk_tokens=PROMPTS * PROMPT,
@@ -116,7 +110,7 @@ def create_engine(weights: Any, num_drafts: int = 0) -> Engine:
         # All steps then have the rows of the widest, with room for drafts of each completion.
         batch_invariant=num_drafts > 0,
     )
-    return Engine(model, weights, cache, options=options)
+    return Engine(model, weights, cache, head=head, options=options)
 
 
 def train(num_rounds: int, seed: int, num_drafts: int = 0) -> Iterator[tuple[float, Rollout]]:

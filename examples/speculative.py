@@ -118,18 +118,12 @@ def speculate(
         state, slots, advanced = claim(state, jnp.full_like(before, num_nodes), q_len=num_nodes)
         newest = jnp.take_along_axis(state.tokens, jnp.maximum(state.num_tokens - 1, 0)[:, None], axis=1)
         tokens = jnp.concatenate([newest, drafted.reshape(num_seqs, -1)], axis=1)
-        caches, logits = model(
-            tokens,
-            state.caches,
-            state.allocator,
-            slots,
-            positions=before[:, None] + depths[None],
-            tree_mask=masks,
-            num_logits=num_nodes,
-        )
+        positions = before[:, None] + depths[None]
+        step = jaxpaged.AttentionStep.create(state.allocator, slots, positions=positions, tree_mask=masks)
+        caches, x = model(tokens, state.caches, step)
 
         # 3. What the model chooses after each token; a branch is accepted as far as it is the same.
-        chosen = logits.argmax(axis=-1).astype(jnp.int32)
+        chosen = model.logits(x).argmax(axis=-1).astype(jnp.int32)
         after_newest, chosen = chosen[:, :1], chosen[:, 1:].reshape(drafted.shape)
         root = jnp.broadcast_to(after_newest[:, None], (num_seqs, num_branches, 1))
         expected = jnp.concatenate([root, chosen[:, :, :-1]], axis=2)

@@ -3,8 +3,8 @@
     pip install google-tunix
     python examples/tunix_qwen3.py
 
-`attention` replaces the model's attention, and `paged` defines a step of the model. The model is small and its weights
-are random; load real ones with `tunix.models.qwen3.params`.
+`attention` replaces the model's attention, and `paged` runs the model's layers and its head apart. The model is small
+and its weights are random; load real ones with `tunix.models.qwen3.params`.
 """
 
 from typing import Any
@@ -19,26 +19,31 @@ with imports(__doc__):
     from tunix.models.qwen3.model import Attention, ModelConfig, Qwen3, apply_rope
 
 
-def attention(
-    a: Attention, x: Any, positions: Any, cache: Any, attend: Any, segment_ids: Any = None
-) -> tuple[Any, Any]:
-    """The model passes its mask through to here; `attend` takes the mask's place."""
+def attention(a: Attention, x: Any, positions: Any, cache: Any, step: Any, segment_ids: Any = None) -> tuple[Any, Any]:
+    """The model passes its mask through to here; the step takes the mask's place."""
     q, k = (apply_rope(x, positions, a.head_dim) for x in (a.q_norm(a.q_proj(x)), a.k_norm(a.k_proj(x))))
-    cache, out = attend(q, k, a.v_proj(x), cache)
+    cache, out = step.attend(q, k, a.v_proj(x), cache)
     return cache, a.o_proj(out)
 
 
-def paged(model: Qwen3) -> tuple[Any, nnx.State]:
-    """What `jaxpaged.generate` and `jaxpaged.Engine` take: a step of the model, and its weights."""
+def paged(model: Qwen3) -> tuple[Any, nnx.State, Any]:
+    """The model without its head, its weights, and the head, for `jaxpaged.generate` and `jaxpaged.Engine`."""
     graph, weights = nnx.split(model)
 
-    def apply(weights: Any, tokens: Any, positions: Any, caches: Any, attend: Any) -> tuple[Any, Any]:
-        layers = {f"layer_{i}": cache for i, cache in enumerate(caches)}
-        step = jaxpaged.nnx.replace(nnx.merge(graph, weights), Attention, attention)
-        logits, layers = step(tokens[None], positions[None], layers, attend)
-        return tuple(layers.values()), attend.newest(logits[0])
+    def apply(weights: Any, tokens: Any, positions: Any, caches: Any, step: Any) -> tuple[Any, Any]:
+        model = jaxpaged.nnx.replace(nnx.merge(graph, weights), Attention, attention)
+        x, new_caches = model.embedder.encode(tokens[None]), []
+        for layer, cache in zip(model.layers, caches, strict=True):
+            cache, x = layer(x, positions[None], cache, step)
+            new_caches.append(cache)
+        return tuple(new_caches), model.final_norm(x)[0]
 
-    return apply, weights
+    def head(weights: Any, x: Any) -> Any:
+        model = nnx.merge(graph, weights)
+        logits = model.embedder.decode(x[None]) if model.config.use_tied_embedding else model.lm_head(x[None])
+        return logits[0].astype("float32")
+
+    return apply, weights, head
 
 
 def small_model() -> Qwen3:
@@ -57,10 +62,10 @@ def small_model() -> Qwen3:
 
 
 def main() -> None:
-    apply, weights = paged(small_model())
+    apply, weights, head = paged(small_model())
     params = jaxpaged.SamplingParams(max_tokens=8, temperature=0)
     sizes: dict[str, Any] = dict(num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32")
-    for output in jaxpaged.generate(apply, weights, [[3, 1, 4], [1, 5]], params, **sizes):
+    for output in jaxpaged.generate(apply, weights, [[3, 1, 4], [1, 5]], params, head=head, **sizes):
         print(output.outputs[0].token_ids)
 
 

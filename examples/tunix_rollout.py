@@ -59,7 +59,7 @@ class EngineRollout(BaseRollout):
     ):
         del mesh
         self._model, self._tokenizer = rollout_actor, TokenizerAdapter(tokenizer)
-        apply, weights = paged(rollout_actor)
+        apply, weights, head = paged(rollout_actor)
         self._arrays = jax.tree.leaves(weights)  # those that the engine has
         config = rollout_actor.config
         assert options.max_num_seqs is not None
@@ -74,8 +74,8 @@ class EngineRollout(BaseRollout):
             )
             for _ in range(config.num_layers)
         )
-        options = dataclasses.replace(options, max_model_len=max_model_len)
-        self.engine = jaxpaged.Engine(apply, weights, caches, options=options)
+        options = dataclasses.replace(options, vocab_size=config.vocab_size, max_model_len=max_model_len)
+        self.engine = jaxpaged.Engine(apply, weights, caches, head=head, options=options)
 
     def generate(self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any) -> RolloutOutput:
         del kwargs

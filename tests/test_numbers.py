@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import (
+    AttentionStep,
     BlockAllocator,
     CacheLayer,
     KVCache,
@@ -14,11 +15,12 @@ from jaxpaged import (
     kv_scale,
     paged_attention,
     paged_attention_reference,
-    plan_partitions,
     rotary_frequencies,
     rotate_and_write_kv,
     write_kv,
 )
+from jaxpaged._attention.plan import make_plan
+from jaxpaged._attention.public import planned_attention
 from tests.cases import make_case
 
 CASE = make_case(lengths=(1, 20, 0), max_blocks=4)
@@ -157,7 +159,10 @@ def test_tokens_are_floating_point():
             r"k and v of a cache must be .*got .*\(2, 1, 8\)",
         ),
         (lambda: paged_attention(*CASE.arrays, num_partitions=2**31), r"below 2\^31 .*got num_partitions=2147483648"),
-        (lambda: plan_partitions([1], num_kv_heads=2.0), r"num_kv_heads must be an int; got num_kv_heads=2.0"),
+        (
+            lambda: AttentionStep.create(allocator(), [0, 1], num_kv_heads=2.0),
+            r"num_kv_heads must be an int; got num_kv_heads=2.0",
+        ),
     ],
 )
 def test_sizes(call, message):
@@ -184,9 +189,15 @@ def test_a_number_of_partitions_of_numpy_widens_nothing_with_x64(packed):
 
 def test_everything_stays_int32_with_x64():
     with jax.enable_x64(True):
-        plan = plan_partitions(CASE.lengths, num_kv_heads=np.int64(2))
-        paged_attention(*CASE.arrays, plan=plan)
+        plan = make_plan(CASE.lengths, num_kv_heads=2)
+        planned_attention(*CASE.arrays, plan=plan)
         slots = CacheLayer(STACK, np.int64(1)).slots(jnp.zeros(2, jnp.int32))
         made = BlockAllocator.create(**{name: np.int64(size) for name, size in SIZES.items()})
         after = made.append(np.array([1, 2]), q_len=np.int64(2))
-    assert {leaf.dtype.name for leaf in jax.tree.leaves((plan, slots, after))} == {"int32", "bool"}
+        step = AttentionStep.create(
+            after[0], np.asarray(after[1], np.int64), num_kv_heads=np.int64(2), adapters=np.array([1, 2, 3, 4])
+        )
+        packed = AttentionStep.create(
+            after[0], [4, 8, 9], query_starts=np.array([0, 1, 3]), num_partitions=np.int64(2), positions=[0, 0, 1]
+        )
+    assert {leaf.dtype.name for leaf in jax.tree.leaves((plan, slots, after, step, packed))} == {"int32", "bool"}

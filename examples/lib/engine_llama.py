@@ -1,4 +1,4 @@
-"""The model of llama.py behind a `jaxpaged.Engine`: its forward pass over packed tokens, and an engine for it."""
+"""The model of llama.py behind a `jaxpaged.Engine`: its layers over packed tokens, its head, and an engine for it."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 import jaxpaged
 from lib.adapters import set_adapters
-from lib.llama import Attention, Llama
+from lib.llama import Llama
 from lib.llama_config import LlamaConfig
 from lib.tensor_parallel import create_on
 
@@ -44,22 +44,18 @@ def create_engine(
         tokens: jax.Array,  # int32 [tokens]
         positions: jax.Array,
         caches: Sequence[jaxpaged.KVCache],  # one for each layer of a group
-        attend: jaxpaged.StepAttention,
+        step: jaxpaged.AttentionStep,
     ) -> tuple[tuple[jaxpaged.KVCache, ...], jax.Array]:
         model, new_caches = nnx.merge(graph, weights), list(caches)
-        set_adapters(model, attend.adapters)
-
-        # The modules of llama.py take [seqs, q_len, features]; outside of attention each token is a sequence.
-        def attend_to_tokens(
-            group: int, attention: Attention, x: jax.Array, cache: jaxpaged.KVCache
-        ) -> tuple[jaxpaged.KVCache, jax.Array]:
-            cache, out = attend.call(attention, x[:, 0], cache, group=group)
-            return cache, out[:, None]
-
-        x = model.embed(tokens[:, None])
+        if step.adapters is not None:
+            set_adapters(model, step.adapters)
+        x = model.embed(tokens)
         for layer, (index, group) in zip(model.layers, groups.layers, strict=True):
-            new_caches[index], x = layer(x, new_caches[index], functools.partial(attend_to_tokens, group))
-        return tuple(new_caches), model.logits(attend.newest(x)[:, 0])
+            new_caches[index], x = layer(x, new_caches[index], step.group(group))
+        return tuple(new_caches), x
+
+    def head(weights: nnx.State, x: jax.Array) -> jax.Array:  # [rows, features]
+        return nnx.merge(graph, weights).logits(x)
 
     chunk_tokens = options.chunk_tokens or CHUNK_TOKENS
     if num_blocks is None:
@@ -77,5 +73,7 @@ def create_engine(
     if mesh is not None:
         create = functools.partial(create_on, mesh, create)
     caches = tuple(create() for _ in range(groups.num_caches))
-    options = dataclasses.replace(options, windows=groups.windows, chunk_tokens=chunk_tokens)
-    return jaxpaged.Engine(apply, weights, caches, options=options)
+    options = dataclasses.replace(
+        options, vocab_size=config.vocab_size, windows=groups.windows, chunk_tokens=chunk_tokens
+    )
+    return jaxpaged.Engine(apply, weights, caches, head=head, options=options)

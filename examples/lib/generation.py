@@ -130,21 +130,23 @@ def decode(
     num_steps: jax.Array,
     eos_ids: tuple[int, ...],
     sampling: Sampling,
-    shared_prefix: jax.Array | None = None,  # of `jaxpaged.paged_attention`
+    shared_prefix: Any = None,  # as in `jaxpaged.paged_attention`
 ) -> Generation:
     """Up to `num_steps` more tokens for every running sequence."""
     model = nnx.merge(graph, weights)
 
     def go_on(carry: tuple[jax.Array, Generation]) -> jax.Array:
-        step, state = carry
-        return (step < num_steps) & state.running.any()
+        i, state = carry
+        return (i < num_steps) & state.running.any()
 
     def one_token(carry: tuple[jax.Array, Generation]) -> tuple[jax.Array, Generation]:
-        step, state = carry
+        i, state = carry
         state, slots, advanced = claim(state, state.running.astype(jnp.int32))
-        last = jnp.take_along_axis(state.tokens, jnp.maximum(state.num_tokens - 1, 0)[:, None], axis=1)
-        caches, logits = model(last, state.caches, state.allocator, slots, shared_prefix=shared_prefix)
-        return step + 1, accept(dataclasses.replace(state, caches=caches), advanced, logits, eos_ids, sampling)
+        last = jnp.take_along_axis(state.tokens, jnp.maximum(state.num_tokens - 1, 0)[:, None], axis=1)[:, 0]
+        step = jaxpaged.AttentionStep.create(state.allocator, slots[:, 0], prefix_groups=shared_prefix)
+        caches, x = model(last, state.caches, step)
+        state = dataclasses.replace(state, caches=caches)
+        return i + 1, accept(state, advanced, model.logits(x), eos_ids, sampling)
 
     return lax.while_loop(go_on, one_token, (jnp.int32(0), state))[1]
 

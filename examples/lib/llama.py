@@ -1,8 +1,7 @@
 """A Llama in Flax NNX on modules of `jaxpaged.nnx`, and by its config a Mistral, Qwen, Gemma, gpt-oss or DeepSeek."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -118,9 +117,6 @@ class MixtureOfExperts(nnx.Module):
 
 
 Attention = jaxpaged.nnx.PagedAttention | jaxpaged.nnx.LatentAttention
-# Takes a module, x and the module's cache; returns the new cache and the module's output. The caller knows which
-# sequences the tokens belong to.
-Attend = Callable[[Attention, jax.Array, jaxpaged.KVCache], tuple[jaxpaged.KVCache, jax.Array]]
 
 
 def _attention(config: LlamaConfig, i: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> jaxpaged.nnx.PagedAttention:
@@ -191,8 +187,10 @@ class Layer(nnx.Module):
         self.mlp = _mlp(config, i, axis=axis, dtype=dtype, rngs=rngs)
         self.axis = axis
 
-    def __call__(self, x: jax.Array, cache: jaxpaged.KVCache, attend: Attend) -> tuple[jaxpaged.KVCache, jax.Array]:
-        cache, attended = attend(self.self_attn, self.input_layernorm(x), cache)
+    def __call__(
+        self, x: jax.Array, cache: jaxpaged.KVCache, step: jaxpaged.AttentionStep
+    ) -> tuple[jaxpaged.KVCache, jax.Array]:
+        cache, attended = self.self_attn(self.input_layernorm(x), cache, step)
         attended = sum_over(self.axis, attended)
         if self.use_post_norms:  # the same name, but this norm is of attention's output
             x = x + self.post_attention_layernorm(attended)
@@ -223,43 +221,15 @@ class Llama(nnx.Module):
 
     def __call__(
         self,
-        tokens: jax.Array,  # int32 [seqs, q_len], the newest of each sequence, the last one last; or packed, [tokens]
-        caches: tuple[jaxpaged.KVCache, ...],  # one a layer
-        allocator: jaxpaged.BlockAllocator,  # after the append that made room for the tokens
-        slots: jax.Array,  # int32, one a token
-        *,
-        query_starts: jax.Array | None = None,  # int32 [seqs + 1], of packed tokens: where each sequence begins
-        positions: jax.Array | None = None,  # int32, one a token, and
-        tree_mask: jax.Array | None = None,  # of `jaxpaged.tree_mask`: of tokens that are a tree
-        shared_prefix: jax.Array | None = None,  # int32 [] or [groups]: tokens that sequences begin with alike
-        num_logits: int | None = None,
+        tokens: jax.Array,  # int32, in the layout of the step
+        caches: Sequence[jaxpaged.KVCache],  # one a layer
+        step: jaxpaged.AttentionStep,
     ) -> tuple[tuple[jaxpaged.KVCache, ...], jax.Array]:
-        """Returns the new caches and the logits after each sequence's last token, f32 [seqs, vocab_size].
-
-        With `num_logits`, the logits after each of its last `num_logits` tokens, f32 [seqs, num_logits, vocab_size].
-        """
-        which: dict[str, Any] = dict(
-            query_starts=query_starts, positions=positions, tree_mask=tree_mask, shared_prefix=shared_prefix
-        )
-
-        def attend(attention: Attention, x: jax.Array, cache: jaxpaged.KVCache) -> tuple[jaxpaged.KVCache, jax.Array]:
-            return attention(x, cache, allocator, slots, **which)
-
-        new_caches, x = self.through_layers(tokens, caches, attend)
-        if query_starts is not None:
-            x = x[jnp.maximum(query_starts[1:] - 1, 0)]
-        else:
-            x = x[:, -num_logits:] if num_logits else x[:, -1]
-        return new_caches, self.logits(x)
-
-    def through_layers(
-        self, tokens: jax.Array, caches: Sequence[jaxpaged.KVCache], attend: Attend
-    ) -> tuple[tuple[jaxpaged.KVCache, ...], jax.Array]:
-        """The new caches and the last layer's output, [..., features], however the tokens are batched."""
+        """The new caches and the last layer's output, [..., features], of which `logits` is the head."""
         x = self.embed(tokens)
         new_caches = []
         for layer, cache in zip(self.layers, caches, strict=True):
-            cache, x = layer(x, cache, attend)
+            cache, x = layer(x, cache, step)
             new_caches.append(cache)
         return tuple(new_caches), x
 

@@ -71,7 +71,9 @@ def write_prompts(
         written = num_cached + jnp.clip(end - starts[:-1], 0, num_new)
         so_far = dataclasses.replace(rows, lengths=jnp.minimum(written, rows.lengths))
         query_starts = jnp.clip(starts - begin, 0, prompts.chunk)
-        caches, new_logits = model(tokens, caches, so_far, slots, query_starts=query_starts)
+        step = jaxpaged.AttentionStep.create(so_far, slots, query_starts=query_starts)
+        caches, x = model(tokens, caches, step)
+        new_logits = model.logits(x[jnp.maximum(query_starts[1:] - 1, 0)])
         ends_here = (starts[1:] > begin) & (starts[1:] <= end)
         return caches, jnp.where(ends_here[:, None], new_logits, logits)
 

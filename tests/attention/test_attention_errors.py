@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from jaxpaged import (
+    AttentionStep,
     BlockAllocator,
     KVCache,
     _device,
-    attend,
     paged_attention,
     paged_attention_reference,
-    plan_partitions,
 )
 from jaxpaged._attention import decide
 from jaxpaged._device import GPUS
@@ -72,9 +71,6 @@ MISTAKES = {
 }
 
 
-PLAN = plan_partitions(jnp.array([1, 2]), num_kv_heads=2)
-
-
 @pytest.mark.parametrize("function", [paged_attention, paged_attention_reference])
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_value_errors(function, mistake):
@@ -103,8 +99,6 @@ def test_numbers_are_checked_under_jit_too(options):
             for wrong in (True, 2.0, jnp.ones(2))
         ),
         (dict(num_partitions="even"), ValueError, r"num_partitions must be .*; got num_partitions='even'"),
-        (dict(plan=PLAN), ValueError, r"plan must be one for seqs=3 as in q; got .*starts.shape=\(3,\)"),
-        (dict(plan=PLAN, num_partitions=2), ValueError, r"num_partitions or a plan, not both; got num_partitions=2"),
         (dict(implementation="cuda"), ValueError, r'None, "mosaic_gpu" or "xla"; got implementation=\'cuda\''),
         (dict(implementation="mosaic_gpu"), NotImplementedError, r"need an NVIDIA GPU|takes q in bfloat16"),
     ],
@@ -175,7 +169,8 @@ def traced_attend():
     cache = KVCache.create(num_blocks=4, block_size=16, num_kv_heads=2, head_dim=64, dtype="float32")
     allocator = BlockAllocator.create(num_blocks=4, block_size=16, num_seqs=2, max_blocks_per_seq=2)
     q = jnp.ones((2, 4, 64), jnp.bfloat16)
-    jax.eval_shape(lambda q: attend(q, cache, allocator), q)
+    step = AttentionStep.create(allocator, jnp.zeros(2, jnp.int32))
+    jax.eval_shape(lambda q: step.attend(q, None, None, cache)[1], q)
 
 
 @pytest.mark.parametrize("how", ["called", "jitted", "through attend"])

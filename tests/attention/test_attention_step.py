@@ -13,7 +13,16 @@ from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxpaged import AttentionStep, BlockAllocator, CacheLayer, KVCache, paged_attention_reference, tree_mask, write_kv
+from jaxpaged import (
+    AttentionStep,
+    BlockAllocator,
+    CacheLayer,
+    KVCache,
+    _device,
+    paged_attention_reference,
+    tree_mask,
+    write_kv,
+)
 from jaxpaged._attention.plan import make_plan
 from jaxpaged._attention.shared_prefix import PrefixGroups
 
@@ -203,3 +212,236 @@ def test_gradients_reach_queries_keys_values_and_the_cache(wrapped):
     got, wanted = gradient(ours), gradient(theirs)
     assert_close(got, wanted, atol=1e-5)
     assert all(np.any(np.asarray(leaf) != 0) for leaf in jax.tree.leaves(wanted))
+
+
+def test_the_layouts_agree_with_each_other_and_with_the_reference():
+    """New tokens as rows of each sequence, packed between padding, and one after the other."""
+    before, cache = history(), make_cache()
+    allocator, slots, _ = before.append(jnp.asarray(NEW), q_len=3)
+    q, k, v = (random(seed, SEQS, 3, heads, HEAD_DIM) for seed, heads in ((3, HEADS), (4, KV_HEADS), (5, KV_HEADS)))
+    is_new = np.arange(3) >= 3 - np.asarray(NEW)[:, None]
+    options = dict(scale=0.4, sliding_window=5, logits_soft_cap=2.0, sinks=random(6, HEADS))
+
+    uniform = AttentionStep.create(allocator, slots)
+    assert (uniform.positions == allocator.positions(3)).all()
+    rows_cache, rows = uniform.attend(q, k, v, cache, **options)
+    written = write_kv(cache, k, v, slots)
+    tables = allocator.block_tables, allocator.lengths
+    reference = paged_attention_reference(q, written.k, written.v, *tables, **options)
+    assert_close(rows_cache, written)
+    np.testing.assert_allclose(rows[is_new], reference[is_new], atol=2e-6)
+
+    def pack(x):
+        return jnp.pad(x[is_new], [(1, 2), *[(0, 0)] * (x.ndim - 2)], constant_values=-1)
+
+    starts = jnp.asarray([1, 4, 5, 7])
+    packed = AttentionStep.create(allocator, pack(slots), query_starts=starts)
+    assert packed.positions[1:-2].tolist() == uniform.positions[is_new].tolist()
+    packed_cache, out = packed.attend(pack(q), pack(k), pack(v), cache, **options)
+    assert_close(packed_cache, written)
+    np.testing.assert_allclose(out[1:-2], reference[is_new], atol=2e-6)
+
+    for i in range(3):  # the first column has a token of the first sequence only
+        before, slots, _ = before.append(jnp.asarray(is_new[:, i], jnp.int32))
+        single = AttentionStep.create(before, slots[:, 0])
+        assert single.positions.shape == (SEQS,)
+        cache, out = single.attend(q[:, i], k[:, i], v[:, i], cache, **options)
+        np.testing.assert_allclose(out[is_new[:, i]], reference[is_new[:, i], i], atol=2e-6)
+    assert_close(cache, written)
+
+
+@pytest.mark.parametrize("layout", ["uniform", "packed"])
+def test_a_group_has_its_own_table_slots_and_window(layout):
+    allocator, slots, _ = history((None, 4)).append(jnp.asarray(NEW), q_len=3)
+    starts = None
+    if layout == "packed":
+        slots, starts = packed_slots(slots)
+    step = AttentionStep.create(allocator, slots, query_starts=starts)
+    assert step.positions.shape == slots.shape[1:]
+    for index, window in enumerate((None, 4)):
+        group, own = step.group(index), AttentionStep.create(allocator.group(index), slots[index], query_starts=starts)
+        assert_close(dataclasses.replace(group, group_index=0), own)
+        assert group.group_index == index
+        _, q, k, v, cache = inputs(group)
+        assert_close(
+            group.attend(q, k, v, cache, sliding_window=window), own.attend(q, k, v, cache, sliding_window=window)
+        )
+    with pytest.raises(ValueError, match=r"has a window of 4 tokens.* pass sliding_window=4 or less; got None"):
+        group.attend(q, k, v, cache)
+    with pytest.raises(ValueError, match=r"has 2 groups of layers: call step\.group\(i\)"):
+        step.attend(q, k, v, cache)
+    with pytest.raises(ValueError, match=r"a group is from 0 to 1, .*; got 2"):
+        step.group(2)
+    alone = AttentionStep.create(history(), jnp.zeros(SEQS, jnp.int32))
+    assert_close(alone.group(0), alone)
+    with pytest.raises(ValueError, match=r"a group is from 0 to 0, .*; got 1"):
+        alone.group(1)
+
+
+SLOTS = jnp.zeros((SEQS, 2), jnp.int32)
+PACKED = dict(slots=jnp.zeros(5, jnp.int32), query_starts=jnp.asarray([0, 2, 2, 5]))
+MISTAKES = {
+    "slots of two groups": (dict(slots=SLOTS[None]), r"slots must be int32 .*; got int32 \[1, 3, 2\] for 1 groups"),
+    "slots of no token": (dict(slots=3), r"slots must be int32 .*; got int32 \[\] for 1 groups"),
+    "slots dtype": (dict(slots=SLOTS.astype(jnp.float32)), r"slots must be int32 .*; got float32 \[3, 2\]"),
+    "packed slots of rows": (PACKED | dict(slots=SLOTS), r"with query_starts \[tokens\], .*; got int32 \[3, 2\]"),
+    "slots of other sequences": (
+        dict(slots=SLOTS[:2]),
+        r"a row for each of the allocator's 3 sequences; got \[2, 2\]. Pass query_starts with packed tokens",
+    ),
+    "packed without query_starts": (dict(slots=PACKED["slots"]), r"the allocator's 3 sequences; got \[5\]. Pass query"),
+    "query_starts shape": (
+        PACKED | dict(query_starts=jnp.asarray([0, 2, 5])),
+        r"query_starts must be int32 \[4\], one more than the allocator's sequences; got int32 \[3\]",
+    ),
+    "query_starts dtype": (
+        PACKED | dict(query_starts=jnp.zeros(4)),
+        r"query_starts must be int32 \[4\], .*; got float32 \[4\]",
+    ),
+    "positions shape": (
+        dict(positions=jnp.zeros(SEQS, jnp.int32)),
+        r"positions must be int32 \[3, 2\], one a token; got int32 \[3\]",
+    ),
+    "positions dtype": (
+        dict(positions=jnp.zeros((3, 2))),
+        r"positions must be int32 \[3, 2\], .*; got float32 \[3, 2\]",
+    ),
+    "packed positions": (
+        PACKED | dict(positions=jnp.zeros((5, 1), jnp.int32)),
+        r"positions must be int32 \[5\], one a token; got int32 \[5, 1\]",
+    ),
+    "partitions": (dict(num_partitions=0), r"num_partitions must be an int of at least 1, .*; got num_partitions=0"),
+    "KV heads": (dict(num_kv_heads=0), r"num_kv_heads must be at least 1; got num_kv_heads=0"),
+    "half a KV head": (dict(num_kv_heads=1.5), r"num_kv_heads must be an int; got num_kv_heads=1.5"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_refused(name):
+    changes, message = MISTAKES[name]
+    with pytest.raises(ValueError, match=message):
+        AttentionStep.create(history(), **dict(slots=SLOTS) | changes)
+
+
+def test_arrays_may_be_lists():
+    step = AttentionStep.create(history(), SLOTS.tolist(), positions=np.zeros((SEQS, 2), np.int64), adapters=[-1] * 6)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves((step.slots, step.positions, step.adapters))} == {"int32"}
+
+
+def test_mistakes_of_attend():
+    step, q, k, v, cache = inputs(packed_step())
+    with pytest.raises(ValueError, match=r"takes the cache last, a KVCache or CacheLayer; got ArrayImpl"):
+        step.attend(cache, q, k, v)
+    with pytest.raises(ValueError, match=r"interleaved"):
+        step.attend(q, k, v, cache, interleaved=True)
+    with pytest.raises(ValueError, match=r"interleaved"):
+        step.attend(q, None, None, cache, interleaved=True)
+
+
+@pytest.mark.parametrize("rotation", [{}, dict(rotary_frequencies=FREQUENCIES), dict(interleaved=True)], ids=str)
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_layer_without_keys_reads_what_another_wrote(kind, rotation):
+    if rotation:
+        rotation = dict(rotary_frequencies=FREQUENCIES) | rotation
+    step, q, k, v, cache = inputs(STEPS[kind]())
+    written, expected = step.attend(q, k, v, cache, **rotation)
+    same, out = step.attend(q, None, None, written, **rotation)
+    assert same is written
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+    _, plain = step.attend(q, None, None, written)
+    assert np.allclose(plain, expected, atol=1e-3) == (not rotation)
+
+
+def test_a_layer_without_keys_rotates_the_rest_of_a_latent():
+    step = packed_step()
+    cache = KVCache.create(**BLOCKS, num_kv_heads=1, head_dim=20, value_dim=16, is_latent=True, dtype="float32")
+    q, k = random(3, 6, HEADS, 20), random(4, 6, 1, 20)
+    how = dict(rotary_frequencies=(1.0, 0.3), scale=0.3)
+    written, expected = step.attend(q, k, None, cache, **how)
+    _, out = step.attend(q, None, None, written, **how)
+    assert out.shape == (6, HEADS, 16)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("kind", ["one token", "packed"])
+def test_a_batch_axis_of_one_is_kept(kind, axis):
+    if kind == "packed":
+        step = packed_step()
+    else:
+        allocator, slots, _ = history().append(jnp.ones(SEQS, jnp.int32))
+        step = AttentionStep.create(allocator, slots[:, 0])
+    step, *tokens, cache = inputs(step)
+    after, expected = attend(step, *tokens, cache)
+    ours, out = attend(step, *(jnp.expand_dims(x, axis) for x in tokens), cache)
+    assert_close(ours, after)
+    assert out.shape == jnp.expand_dims(expected, axis).shape
+    assert (jnp.squeeze(out, axis) == expected).all()
+    _, out = step.attend(jnp.expand_dims(tokens[0], axis), None, None, after, rotary_frequencies=FREQUENCIES)
+    np.testing.assert_allclose(jnp.squeeze(out, axis), expected, atol=2e-6)
+
+
+LONG = dict(num_blocks=16, block_size=16, num_seqs=4, max_blocks_per_seq=10_000)  # some may be very long
+
+
+@pytest.fixture
+def on_an_h100(monkeypatch):
+    monkeypatch.setattr(_device, "gpu", lambda: _device.GPUS["H100"])
+
+
+def sorts_of_layers(*, q_len=None, step_options=None, **options):
+    """How often the work is cut inside of a scan over layers, and outside of it: each plan sorts the sequences once."""
+    allocator = BlockAllocator.create(**LONG)
+    slots = jnp.zeros((4,) if q_len is None else (4, q_len), jnp.int32)
+    cache = KVCache.create(num_blocks=16, block_size=16, num_kv_heads=2, head_dim=64, dtype="bfloat16", num_layers=3)
+    q = jnp.ones((*slots.shape, 4, 64), jnp.bfloat16)
+
+    def layers(allocator, q, stack):
+        step = AttentionStep.create(allocator, slots, **step_options or {})
+
+        def layer(carry, i):
+            stack, q = carry
+            layer, out = step.attend(q, q[..., :2, :], q[..., :2, :], CacheLayer(stack, i), **options)
+            return (layer.stack, out), None
+
+        return jax.lax.scan(layer, (stack, q), jnp.arange(3))[0]
+
+    jaxpr = jax.make_jaxpr(layers)(allocator, q, cache)
+    (scan,) = (equation for equation in jaxpr.eqns if equation.primitive.name == "scan")
+    inside, everything = (str(x).count(" sort[") for x in (scan.params["jaxpr"], jaxpr))
+    return inside, everything - inside
+
+
+@pytest.mark.parametrize("q_len", [None, 2])
+def test_one_plan_serves_all_layers(on_an_h100, q_len):
+    assert sorts_of_layers(q_len=q_len) == (1, 0)
+    one = dict(num_kv_heads=2)
+    assert sorts_of_layers(q_len=q_len, step_options=one) == (0, 1)
+    # A layer with a window makes its own, and one with a number of partitions none.
+    assert sorts_of_layers(q_len=q_len, step_options=one, sliding_window=jnp.int32(10**5))[0] == 1
+    assert sorts_of_layers(q_len=q_len, step_options=one, num_partitions=2)[0] == 0
+    assert sorts_of_layers(q_len=q_len, step_options=one | dict(num_partitions=2)) == (0, 0)
+
+
+def test_the_plan_of_a_step(on_an_h100):
+    allocator = dataclasses.replace(BlockAllocator.create(**LONG), lengths=jnp.asarray([100_000, 5, 700, 0]))
+    slots = jnp.zeros(4, jnp.int32)
+
+    def plan_of(allocator=allocator, **options):
+        return AttentionStep.create(allocator, slots, **dict(num_kv_heads=2) | options).plan
+
+    assert (plan_of().partitions == make_plan(allocator.lengths, num_kv_heads=2).partitions).all()
+    assert plan_of(num_kv_heads=None) is None
+    assert plan_of(num_partitions=3) is None
+    assert plan_of(query_starts=jnp.arange(5)) is None
+    # It is that of what is not read once for a group.
+    groups = PrefixGroups(starts=jnp.asarray([0, 1]), first=jnp.asarray([0]), num_blocks=jnp.asarray([6000, 0, 0, 0]))
+    rest = make_plan(jnp.asarray([4000, 5, 700, 0]), num_kv_heads=2)
+    assert (plan_of(prefix_groups=groups).partitions == rest.partitions).all()
+    assert (rest.partitions != plan_of().partitions).any()
+    short = dataclasses.replace(allocator, block_tables=allocator.block_tables[:, :100])
+    assert plan_of(short) is None
+
+
+def test_no_plan_without_a_gpu():
+    assert AttentionStep.create(BlockAllocator.create(**LONG), jnp.zeros(4, jnp.int32), num_kv_heads=2).plan is None

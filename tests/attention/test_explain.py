@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpaged import KVCache, explain, paged_attention, plan_partitions, tree_mask
-from tests.cases import make_case
+from jaxpaged import KVCache, explain, paged_attention, tree_mask
 
 
 def shape(*sizes, dtype=jnp.bfloat16):
@@ -102,18 +101,11 @@ def test_packed_tokens_and_a_shared_prefix():
     assert str(whole).count("the decode kernel") == 2
 
 
-def test_a_plan_that_came_with_the_call():
-    case = make_case(lengths=(3, 20), dtype=jnp.bfloat16)
-    plan = plan_partitions(case.lengths, num_kv_heads=2)
-    explanation = explain(*case.arrays, plan=plan, gpu="H100")
-    assert explanation.num_partitions == "plan"
-    assert "more for longer sequences" in str(explanation)
-
-
 def test_the_text_names_kernel_partitions_and_configuration():
     lines = str(explain(*arrays(), gpu="H100")).splitlines()
     assert lines[:2] == ["mosaic_gpu: the decode kernel", "  partitions: 4 to a sequence"]
     assert lines[2].startswith("  Config(num_partitions=4, ")
+    assert "by a plan, more for longer sequences" in str(explain(*arrays(max_blocks=1024), gpu="H100"))
 
 
 def test_arrays_lists_and_trees_as_the_call_takes_them():

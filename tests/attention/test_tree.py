@@ -7,7 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import explain, paged_attention, paged_attention_reference, plan_partitions, tree_mask
+from jaxpaged import explain, paged_attention, paged_attention_reference, tree_mask
+from jaxpaged._attention.call import check_call
+from jaxpaged._attention.choose import Known, choose
+from jaxpaged._device import GPUS
 from tests.cases import OPTIONS, Case, assert_within_budget, make_case, oracle
 
 BOTH = [
@@ -162,14 +165,16 @@ def test_which_kernel_takes_a_tree(gpu):
     """The decode kernel, up to 64 rows, with and without partitions. XLA computes larger ones."""
     q, *arrays = make_case(lengths=LENGTHS, q_len=22, dtype=jnp.bfloat16).arrays
     mask = jnp.ones((4, 22, 1), jnp.uint32)
-    plan = plan_partitions(arrays[-1], num_kv_heads=2, q_len=21)
 
     def explained(q, **options):
         return explain(q, *arrays, **options, gpu=gpu, tree_mask=mask[:, : q.shape[1]])
 
     by_name = dict(implementation="mosaic_gpu")
-    for options in ({}, dict(plan=plan), dict(num_partitions=2)):
+    for options in ({}, dict(num_partitions=2)):
         assert explained(q[:, :21], **options, **by_name).kernel == "paged_decode"  # 63 rows
+    planned = choose(check_call(q[:, :21], *arrays, tree_mask=mask[:, :21]), GPUS[gpu], Known(total_partitions=9))
+    assert planned.kernel == "paged_decode"
+    assert planned.at_once is not None  # it follows the plan
     assert explained(jnp.zeros((4, 16, 8, 64), jnp.bfloat16), **by_name).kernel == "paged_decode"  # 64 rows
     with pytest.raises(NotImplementedError, match="a tree_mask of up to 64 rows"):
         explained(q, **by_name)

@@ -44,9 +44,11 @@ def paged_values(checkpoint, num_tokens):
             caches, allocator, tokens, count = carry
             allocator, slots, _ = allocator.append(count[None], q_len=CHUNK)
             slots = jnp.roll(slots[0], count)  # the newest slots are at the end of the row
-            caches, logits = model(tokens, caches, allocator, slots, query_starts=jnp.stack([0 * count, count]))
-            token = logits[0].argmax().astype(jnp.int32)
-            return (caches, allocator, tokens.at[0].set(token), jnp.int32(1)), (token, logits[0])
+            starts = jnp.stack([0 * count, count])
+            caches, x = model(tokens, caches, jaxpaged.AttentionStep.create(allocator, slots, query_starts=starts))
+            logits = model.logits(x[count - 1])
+            token = logits.argmax().astype(jnp.int32)
+            return (caches, allocator, tokens.at[0].set(token), jnp.int32(1)), (token, logits)
 
         first = (cache,) * len(model.layers), allocator, jnp.asarray(PROMPT), jnp.int32(len(PROMPT))
         return jax.lax.scan(step, first, length=num_tokens)[1]

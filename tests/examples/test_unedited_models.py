@@ -41,10 +41,11 @@ def greedy(logits_of, prompt):
     return tokens[len(prompt) :], logprobs
 
 
-def check(apply, weights, logits_of):
+def check(apply, weights, head, logits_of):
     params = jaxpaged.SamplingParams(max_tokens=NUM_TOKENS, temperature=0, logprobs=True)
     sizes = dict(num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32")
-    for prompt, output in zip(PROMPTS, jaxpaged.generate(apply, weights, PROMPTS, params, **sizes), strict=True):
+    outputs = jaxpaged.generate(apply, weights, PROMPTS, params, head=head, **sizes)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
         tokens, logprobs = greedy(logits_of, prompt)
         assert output.outputs[0].token_ids == tokens
         np.testing.assert_allclose(output.outputs[0].logprobs, logprobs, rtol=1e-3, atol=1e-3)
@@ -71,7 +72,8 @@ def test_gemma_3_in_linen():
     model = gemma_linen.small_model()
     weights = spread(model.init(jax.random.key(0), jnp.ones((1, 1), jnp.int32)))
     own = jax.jit(lambda tokens: model.apply(weights, tokens[None]).logits[0])
-    check(gemma_linen.paged(model), weights, own)
+    apply, head = gemma_linen.paged(model)
+    check(apply, weights, head, own)
 
 
 def test_tunix_learns_with_a_rollout_on_an_engine():

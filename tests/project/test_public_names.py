@@ -17,7 +17,8 @@ import pytest
 import jaxpaged
 import jaxpaged.linen
 import jaxpaged.nnx
-from jaxpaged import BlockAllocator, CacheLayer, KVCache, PrefixCache, SamplingParams, Scheduler, plan_partitions
+from jaxpaged import AttentionStep, BlockAllocator, CacheLayer, KVCache, PrefixCache, SamplingParams, Scheduler
+from jaxpaged._attention.plan import make_plan
 
 ROOT = Path(__file__).parents[2]
 VALUES = [getattr(module, name) for module in (jaxpaged, jaxpaged.nnx, jaxpaged.linen) for name in module.__all__]
@@ -64,7 +65,7 @@ SIZES = dict(num_blocks=8, block_size=4)
         (jax.eval_shape(lambda: CACHE), CACHE_TEXT),
         (jax.tree.map(lambda _: None, CACHE), "KVCache(k=None, v=None, k_scale=None, v_scale=None)"),
         (
-            plan_partitions(jnp.array([3]), num_kv_heads=2),
+            make_plan(jnp.array([3]), num_kv_heads=2),
             "PartitionPlan(partitions=int32[2,3], partition_starts=int32[2])",
         ),
     ],
@@ -86,6 +87,7 @@ def test_large_state_is_a_line_of_names():
         PrefixCache.create(**SIZES),
         Scheduler.create(max_requests=4, num_seats=2, max_length=8, prefix_cache=PrefixCache.create(**SIZES)),
     ]
+    state.append(AttentionStep.create(state[0], jnp.array([4, 8])))
     for value in state:
         assert "\n" not in repr(value)
         assert len(repr(value)) < 1200

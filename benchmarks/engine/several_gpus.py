@@ -62,13 +62,11 @@ def engine(count: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
         made = create_engine(
             model,
             config,
-            max_num_seqs=max_num_seqs,
-            max_model_len=2 * longest,
+            options=EngineOptions(max_num_seqs=max_num_seqs, max_model_len=2 * longest, chunk_tokens=chunk_tokens),
             block_size=BLOCK_SIZE,
             dtype="bfloat16",
             num_blocks=num_blocks,
             mesh=mesh,
-            chunk_tokens=chunk_tokens,
         )
         scores = made.score([prompt[:1] for prompt, _ in work[:16]], [prompt[1:] for prompt, _ in work[:16]])
         return min(time_work(made, work) for _ in range(1 if toy else 2)), [score.logprobs for score in scores]

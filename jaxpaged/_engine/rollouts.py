@@ -83,8 +83,13 @@ def _empty(shape: tuple[int, int], words: jax.Array, aux: Any) -> Rollout:
     def zeros(dtype: Any, *of_token: int) -> jax.Array:
         return jnp.zeros((shape[0] * shape[1], *of_token), dtype, device=words.sharding)
 
-    own = [zeros(dtype) for dtype in (jnp.int32, jnp.float32, jnp.bool_, jnp.int32)]
-    return Rollout(*own, aux=jax.tree.map(lambda x: zeros(x.dtype, *x.shape[2:]), aux))
+    return Rollout(
+        tokens=zeros(jnp.int32),
+        logprobs=zeros(jnp.float32),
+        mask=zeros(jnp.bool_),
+        weight_versions=zeros(jnp.int32),
+        aux=jax.tree.map(lambda x: zeros(x.dtype, *x.shape[2:]), aux),
+    )
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="types")

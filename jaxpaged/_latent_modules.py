@@ -113,7 +113,8 @@ def latent_attention[C: (KVCache, CacheLayer)](
     So all heads can read the latent vector c itself: queries are absorbed. Where sequences have many new tokens, these
     see each other by keys and values made of each head, which take fewer products, and only older tokens in this way.
     """
-    s, tokens = settings, tuple[int, ...](step.positions.shape)
+    s = settings
+    tokens: tuple[int, ...] = step.positions.shape
     q = q.reshape(*tokens, s.num_heads, -1)
     to_keys, to_values = (x.astype(q.dtype).reshape(s.latent_dim, s.num_heads, -1) for x in (to_keys, to_values))
     angles = cos_sin(step.positions, jnp.asarray(s.rotary_frequencies, jnp.float32))

@@ -23,7 +23,6 @@ from jaxpaged._cache.rotate import rotate_and_write_kv
 from jaxpaged._cache.split_rotary import split_rotary
 from jaxpaged._cache.transfer import gather_kv, scatter_kv
 from jaxpaged._cache.write import write_kv
-from jaxpaged._cache.zeroing import zero_blocks
 from jaxpaged._debug import debug_checks
 from jaxpaged._engine.engine import Engine
 from jaxpaged._engine.generate import generate
@@ -85,7 +84,6 @@ __all__ = [
     "tree_mask",
     "widen_kv",
     "write_kv",
-    "zero_blocks",
 ]
 
 # What is public says so: in `help`, errors and pickles. Types are found first, in the modules that name them.

@@ -336,33 +336,6 @@ class BlockAllocator(AllocatorState):
         check_range("lengths of rollback", lengths, 0, self.lengths, limit="the present ones")
         return sharing.rollback(self, lengths)
 
-    def freed_since(self, before: BlockAllocator) -> jax.Array:
-        """Blocks that sequences held in `before` and that are free now, for `zero_blocks`.
-
-        Args:
-            before: an allocator that this one came from.
-
-        Returns:
-            int32 `[groups * seqs * max_blocks]`, padded with 0. Cached blocks and blocks handed out again are not
-            among them: zeroing these ids destroys nothing that is in use.
-
-        Raises:
-            ValueError: `before` is of other sizes.
-        """
-        sizes, wanted = ((x.block_tables.shape, x.num_blocks, x.block_size, x.windows) for x in (before, self))
-        if sizes != wanted:
-            raise ValueError(
-                "before must be an earlier state of the same allocator; got (tables, num_blocks, block_size, windows) "
-                f"= {sizes} and {wanted}."
-            )
-        return self._freed_since(before)
-
-    @one_program()
-    def _freed_since(self, before: BlockAllocator) -> jax.Array:
-        ids = before.rows
-        are_unused = self.pool.is_free()[ids] & ~self.pool.is_cached(ids)
-        return jnp.where(before.is_entry(before.lengths) & are_unused, ids, 0).ravel()
-
     def broken_invariants(self) -> tuple[str, ...]:
         """The names of the invariants that this state breaks; empty if all is well. On the host, for tests."""
         return inspection.broken_invariants(self)

@@ -1,4 +1,4 @@
-"""Zeroing freed blocks, invariants, drawings; with poison in every slot that nobody holds."""
+"""Invariants, and an allocator as text and as a drawing."""
 
 import dataclasses
 import inspect
@@ -9,84 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import (
-    BlockAllocator,
-    KVCache,
-    PrefixCache,
-    plot_blocks,
-    zero_blocks,
-)
+from jaxpaged import PrefixCache, plot_blocks
 from jaxpaged._allocator import inspection
 from jaxpaged._allocator.plot import FREE, NULL, WAITING, block_owners
-from tests.allocator.allocators import attend, counts, make, marks, write
-
-
-def caches():
-    yield KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
-    yield KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8, num_layers=2, dtype="float32")
-    yield KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.int8)
-    yield KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.int8, num_layers=2)
-    yield KVCache.create(
-        num_blocks=12,
-        block_size=4,
-        num_kv_heads=1,
-        head_dim=8,
-        dtype=jnp.int8,
-        scale_per="head",
-        k_scale=jnp.ones(1),
-        v_scale=jnp.ones(1),
-    )
-
-
-@pytest.mark.parametrize("which", range(5))
-def test_zeroing_takes_the_named_blocks_alone_and_all_that_is_theirs(which):
-    cache = jax.tree.map(jnp.ones_like, list(caches())[which])
-    ids = jnp.asarray([3, 0, 7, 99, -1, 3] + [0] * 200, jnp.int32)
-    zeroed = jax.jit(zero_blocks)(cache, ids)
-    axis = cache.k.ndim - 4
-    for old, new in zip(jax.tree.leaves(cache), jax.tree.leaves(zeroed), strict=True):
-        if new.ndim < axis + 3:
-            assert (new == old).all()
-            continue
-        by_block = np.moveaxis(np.asarray(new, np.float32), axis, 0).reshape(12, -1)
-        assert by_block.all(axis=1).tolist() == [block not in (3, 7) for block in range(12)]
-        assert not by_block[[3, 7]].any()
-
-
-def test_more_blocks_than_are_zeroed_at_once():
-    cache = jax.tree.map(
-        jnp.ones_like, KVCache.create(num_blocks=400, block_size=2, num_kv_heads=1, head_dim=8, dtype="float32")
-    )
-    zeroed = zero_blocks(cache, jnp.arange(100, 300, dtype=jnp.int32))
-    assert np.flatnonzero(~np.asarray(zeroed.k).any(axis=(1, 2, 3))).tolist() == list(range(100, 300))
-    stack = KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8, num_layers=2, dtype="float32")
-    assert zero_blocks(stack, jnp.zeros(0, jnp.int32)).k.shape == stack.k.shape
-
-
-def test_zeroing_refuses_what_are_no_ids():
-    with pytest.raises(ValueError, match=r"block_ids must be int32, of one axis; got float32 \[2\]"):
-        zero_blocks(next(caches()), jnp.zeros(2))
-
-
-@pytest.mark.parametrize("zeroing", [True, False])
-def test_what_is_freed_is_gone_from_memory_and_what_is_shared_stays(zeroing):
-    cache = KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
-    allocator = BlockAllocator.create(num_blocks=12, block_size=4, num_seqs=2, max_blocks_per_seq=4)
-    cache, allocator = write(cache, allocator, [[5, 5, 5, 5, 6, 6], [7]], 6)
-    allocator, _, _ = allocator.fork(counts(0, -1))
-    before, allocator = allocator, allocator.free(marks(1, 0))
-    if zeroing:
-        cache = zero_blocks(cache, allocator.freed_since(before))
-    left = set(np.unique(np.asarray(cache.v)).tolist())
-    assert left == ({0, 7} if zeroing else {0, 5, 6, 7})
-    np.testing.assert_allclose(attend(cache, allocator), [0, 7])
-
-
-def test_a_waiting_prefix_is_not_zeroed():
-    allocator, prefix_cache = make(9, 0), PrefixCache.create(num_blocks=12, block_size=4)
-    prefix_cache, cached = prefix_cache.insert(allocator, jnp.ones((2, 9), jnp.int32))
-    after = cached.free(marks(1, 1))
-    assert sorted(filter(None, after.freed_since(cached).tolist())) == [3]
+from tests.allocator.allocators import counts, make, marks
 
 
 @pytest.mark.parametrize("clearing", [True, False])

@@ -29,7 +29,6 @@ ROOT, Q_LEN = 4, 5  # tokens that the first and the last sequence begin with; ro
 HISTORY = (2, 0, 5, 3)  # tokens after the root
 IS_WRITTEN = (True, True, False, True)  # whether a sequence gets new tokens
 FREQUENCIES = jaxpaged.rotary_frequencies(HEAD_DIM)
-ANGLES = jnp.arange(16.0)[:, None] * jnp.asarray(FREQUENCIES)[None]
 PARENTS = (-1, 0, 0)  # in a tree of new tokens
 
 # (x, cache, allocator, slots, *, count, query_starts) -> (cache, out). The last `count` rows of a sequence are tokens.
@@ -128,7 +127,7 @@ INT8, FLOAT8 = dict(dtype="int8"), dict(dtype="float8_e4m3fn")
 SCALES = dict(scale_per="head", k_scale=jnp.full(2, 0.03), v_scale=jnp.full(2, 0.03))
 LATENT = dict(num_kv_heads=1, head_dim=20, value_dim=16, is_latent=True)
 PER_HEAD = jnp.asarray([0.1, 0.2, 0.4, 0.8])
-TABLES = dict(frequencies=None, tables=(jnp.cos(ANGLES), jnp.sin(ANGLES)), interleaved=True)
+INTERLEAVED = dict(frequencies=FREQUENCIES, interleaved=True)
 MODEL = dict(rotary_frequencies=None, rotary=lambda x, at: x + at[..., None, None].astype(x.dtype))
 CASES = {
     "attend": Case(function()),
@@ -145,7 +144,7 @@ CASES = {
     "paged_attention_reference": Case(function(of_pool(jaxpaged.paged_attention_reference))),
     "context_parallel_attention": Case(on_two_devices, can_be_packed=False),
     "rotate_and_write_kv": Case(function(rotary=dict(frequencies=FREQUENCIES))),
-    "rotate_and_write_kv, tables, int8": Case(function(rotary=TABLES), INT8),
+    "rotate_and_write_kv, interleaved, int8": Case(function(rotary=INTERLEAVED), INT8),
     "nnx.PagedAttention": Case(module(paged())),
     "nnx.PagedAttention, model's rotation, int8": Case(module(paged(**MODEL, norm_epsilon=1e-6)), INT8),
     "nnx.PagedAttention, group with a window": Case(module(paged(sliding_window=3)), window=3),

@@ -119,13 +119,6 @@ def test_one_shared_prefix_is_that_of_the_sequences_of_each_device():
     np.testing.assert_allclose(ours, paged_attention(*CASE.arrays, **CASE.options), atol=1e-6)
 
 
-def test_rotary_tables_are_the_same_on_every_device():
-    x, ids, tables = jnp.ones((2, 4, 8)), jnp.arange(2), np.ones((2, 4), np.float32)
-    cut = jax.device_put(tables, NamedSharding(make_mesh(2), P("devices")))
-    with pytest.raises(ValueError, match=r"tables must be the same on every device; got .* jax\.sharding\.reshard"):
-        rotate_and_write_kv(new_cache(), x, x, x, ids, ids, None, tables=(tables, cut))
-
-
 def opaque(a, *, num_partitions):
     """Like a kernel it is nothing that XLA can partition."""
     triangle = jnp.linalg.qr(a.k_cache.reshape(-1, a.k_cache.shape[2] * a.k_cache.shape[3]), mode="r")

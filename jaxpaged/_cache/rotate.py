@@ -13,7 +13,6 @@ from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer, pools_of
 from jaxpaged._cache.write import write_kv
 from jaxpaged._integers import as_int32
-from jaxpaged._on_shards import check_whole
 from jaxpaged._one_program import one_program
 
 
@@ -27,7 +26,6 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
     frequencies: tuple[float, ...] | None,
     *,
     interleaved: bool = False,
-    tables: tuple[ArrayLike, ArrayLike] | None = None,
 ) -> tuple[C, jax.Array]:
     """Rotates q and k by their positions and writes k and v into their slots; in place if the cache is donated.
 
@@ -37,8 +35,7 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
         x'_{i + d/2} = x_{i + d/2} cos(p f_i) + x_i sin(p f_i),    i < d/2,    d = 2 len(frequencies)
 
     Dimensions from d on stay as they are. In a latent cache the values, the first dimensions, stay as they are, and the
-    rotation begins behind them. With `interleaved` a pair is x_{2i} and x_{2i + 1}. Row p of
-    `tables` replaces cos(p f_i) and sin(p f_i). With neither tables nor frequencies nothing is rotated.
+    rotation begins behind them. With `interleaved` a pair is x_{2i} and x_{2i + 1}.
 
     It writes `write_kv` of v and of the rotated k, rounded to k's dtype. Under `jax.jit` on a GPU, XLA makes one kernel
     each of q, k and v, which reads the new tokens and writes the results, quantised or not. Scales of each token and
@@ -53,17 +50,15 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
         positions: int32 `[...]`, as `BlockAllocator.positions` gives them.
         frequencies: the angle per token of each pair of dimensions, up to half as many as can be rotated:
             `rotary_frequencies`. An array too, which may be traced: a scan over layers of two bases compiles once.
-            None: no rotation, but for that of `tables`.
+            None: no rotation.
         interleaved: whether pairs are neighbours, as in GPT-J and Meta's own Llama, and not halves, as in that of
             Hugging Face.
-        tables: the model's own cosines and sines, each `[positions, up to head_dim // 2]`, instead of frequencies.
-            A position past their end takes the last row.
 
     Returns:
         The new cache, and the rotated q, in q's dtype.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or `interleaved` with neither frequencies nor tables.
+        ValueError: shapes or dtypes that do not fit, or `interleaved` without frequencies.
 
     Bytes moved: the bytes of `write_kv`, and q read and written.
 
@@ -92,15 +87,10 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
     head_dim = k.shape[-1] - start  # that can be rotated
     if frequencies is not None and not 0 < 2 * len(frequencies) <= head_dim:
         raise ValueError(f"frequencies must be up to head_dim // 2 numbers; got {len(frequencies)} for {head_dim=}.")
-    if tables is not None:
-        if frequencies is not None:
-            raise ValueError("tables take the place of frequencies; pass frequencies=None with them.")
-        cos, sin = _table_cos_sin(tables, positions, head_dim)
-    elif frequencies is not None:
-        cos, sin = cos_sin(positions, jnp.asarray(frequencies, jnp.float32))
-    else:
+    if frequencies is None:
         check_interleaved("frequencies", frequencies, interleaved=interleaved)
         return write_kv(cache, k, v, slots), q
+    cos, sin = cos_sin(positions, jnp.asarray(frequencies, jnp.float32))
     k, q = (rotate(x, cos, sin, interleaved=interleaved, start=start) for x in (k, q))
     return write_kv(cache, k, v, slots), q
 
@@ -120,23 +110,6 @@ def cos_sin(positions: jax.Array, frequencies: jax.Array) -> tuple[jax.Array, ja
     per_token = frequencies.reshape((1,) * (positions.ndim + 1) + (-1,))
     angles = positions.astype(jnp.float32)[..., None, None] * per_token
     return jnp.cos(angles), jnp.sin(angles)
-
-
-def _table_cos_sin(
-    tables: tuple[ArrayLike, ArrayLike], positions: jax.Array, head_dim: int
-) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines from tables, f32 [..., 1, frequencies]."""
-    cos, sin = (jnp.asarray(table, jnp.float32) for table in tables)
-    check_whole("tables", cos)
-    check_whole("tables", sin)
-    if cos.ndim != 2 or cos.shape != sin.shape or not (0 < 2 * cos.shape[1] <= head_dim and cos.shape[0]):
-        raise ValueError(
-            f"tables must be two of [positions, up to head_dim // 2]; got {list(cos.shape)} and {list(sin.shape)} for "
-            f"{head_dim=}."
-        )
-    last = cos.shape[0] - 1
-    rows = jnp.clip(positions, 0, last)[..., None]
-    return cos[rows], sin[rows]
 
 
 @one_program("interleaved", "start")

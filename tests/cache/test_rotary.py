@@ -75,15 +75,6 @@ def test_writes_what_write_kv_writes(name):
         (dict(positions=jnp.zeros(3, jnp.int32)), r"positions must be int32 \[2, 3\], one a token; got int32 \[3\]"),
         (dict(positions=jnp.zeros((2, 3))), r"positions must be int32 \[2, 3\], one a token; got float32"),
         (dict(frequencies=(1.0,) * 5), r"frequencies must be up to head_dim // 2 numbers; got 5 for head_dim=8"),
-        (dict(tables=(jnp.zeros((9, 4)),) * 2), "tables take the place of frequencies; pass frequencies=None"),
-        (
-            dict(frequencies=None, tables=(jnp.zeros((9, 4)), jnp.zeros((9, 3)))),
-            r"got \[9, 4\] and \[9, 3\] for head_dim=8",
-        ),
-        (
-            dict(frequencies=None, tables=(jnp.zeros((9, 5)),) * 2),
-            r"tables must be two of \[positions, up to head_dim // 2\]",
-        ),
         (dict(frequencies=None, interleaved=True), r"rotates nothing without frequencies; got frequencies=None. Pass"),
         (dict(slots=jnp.zeros(3, jnp.int32)), r"[kv] must be \[..., kv_heads, head_dim\] with slots"),
     ],
@@ -238,21 +229,6 @@ def test_a_part_of_the_dimensions_and_pairs_of_neighbours(num_pairs, interleaved
         expected[..., j] = x[..., j] * np.cos(angle) + x[..., i] * np.sin(angle)
     np.testing.assert_allclose(new_q[0], expected[0], atol=1e-6)
     assert not np.allclose(new_q[0], x[0])
-
-
-def test_tables_of_the_caller():
-    q, k, v, slots, _ = new_tokens()
-    positions = jnp.asarray([[0, 1, 2], [30, 31, 40]], jnp.int32)  # the last one past the end of the tables
-    angles = np.arange(32)[:, None] * np.asarray(FREQUENCIES)
-    tables = np.cos(angles), np.sin(angles)
-    empty = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32")
-    cache, new_q = rotate_and_write_kv(empty, q, k, v, slots, positions, None, tables=tables)
-    at = jnp.minimum(positions, 31)
-    expected, expected_q = rotate_and_write_kv(empty, q, k, v, slots, at, FREQUENCIES)
-    np.testing.assert_allclose(new_q, expected_q, atol=1e-5)
-    np.testing.assert_allclose(cache.k, expected.k, atol=1e-5)
-    with pytest.raises(AssertionError):
-        np.testing.assert_allclose(new_q, q, atol=1e-5)
 
 
 def test_no_rotation():

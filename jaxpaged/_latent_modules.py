@@ -1,4 +1,4 @@
-"""Multi-head latent attention: the settings of the NNX and the Linen module, and what lies between the projections."""
+"""Multi-head latent attention: the settings of the NNX module, and what lies between the projections."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pallas_kernels.decode.partition_plan import PartitionPlan
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentSettings:
-    """What `jaxpaged.nnx.LatentAttention` and `jaxpaged.linen.LatentAttention` compute, and which parameters they have.
+    """What `jaxpaged.nnx.LatentAttention` computes, and which parameters it has.
 
     Hashable, and without arrays. In brackets the name in the config of a DeepSeek model.
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen
 from jax.typing import ArrayLike
 
@@ -16,11 +15,10 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.shared_prefix import PrefixGroups
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
-from jaxpaged._latent_modules import LatentSettings, check_latent_call, latent_attention
 from jaxpaged._modules import AttentionSettings, check_call, rotate_write_attend, sum_sharding
 from pallas_kernels.decode.partition_plan import PartitionPlan
 
-__all__ = ["LatentAttention", "PagedAttention", "replace"]
+__all__ = ["PagedAttention", "replace"]
 
 
 class PagedAttention(linen.Module):
@@ -119,84 +117,6 @@ class PagedAttention(linen.Module):
             name="o_proj",
         )
         return cache, o_proj(out)
-
-
-class LatentAttention(linen.Module):
-    """`jaxpaged.nnx.LatentAttention` for Linen: the same settings, parameter names and results.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, jaxpaged, jaxpaged.linen
-        >>> sizes = dict(num_heads=4, latent_dim=32, head_dim=8, rotary_dim=4, value_dim=8, query_rank=None)
-        >>> settings = jaxpaged.LatentSettings(**sizes, rotary_frequencies=jaxpaged.rotary_frequencies(4))
-        >>> attention = jaxpaged.linen.LatentAttention(settings)
-        >>> blocks = dict(num_blocks=8, block_size=16)
-        >>> cache = jaxpaged.KVCache.create(**blocks, is_latent=True, num_kv_heads=1, head_dim=36, value_dim=32)
-        >>> allocator = jaxpaged.BlockAllocator.create(**blocks, num_seqs=1, max_blocks_per_seq=4)
-        >>> allocator, slots, ok = allocator.append(jnp.array([5]), q_len=5)
-        >>> x = jnp.ones((1, 5, 16))
-        >>> variables = attention.init(jax.random.key(0), x, cache, allocator, slots)
-        >>> cache, out = attention.apply(variables, x, cache, allocator, slots)
-        >>> out.shape
-        (1, 5, 16)
-    """
-
-    settings: LatentSettings
-
-    @linen.compact
-    def __call__[C: (KVCache, CacheLayer)](
-        self,
-        x: jax.Array,
-        cache: C,
-        allocator: BlockAllocator,
-        slots: jax.Array,
-        *,
-        query_starts: ArrayLike | None = None,
-        positions: ArrayLike | None = None,
-        tree_mask: ArrayLike | None = None,
-        shared_prefix: ArrayLike | None = None,
-        plan: PartitionPlan | None = None,
-    ) -> tuple[C, jax.Array]:
-        """As `jaxpaged.nnx.LatentAttention.__call__`."""
-        s = self.settings
-        check_latent_call(s, x, cache, slots, query_starts)
-        dtypes: Any = dict(dtype=s.dtype, param_dtype=s.param_dtype)
-
-        def linear(name: str, features: int, *, use_bias: bool = False) -> linen.Dense:
-            return linen.Dense(features, use_bias=use_bias, **dtypes, name=name)
-
-        def norm(name: str) -> linen.RMSNorm:
-            return linen.RMSNorm(s.norm_epsilon, **dtypes, name=name)
-
-        if s.query_rank is None:
-            q = linear("q_proj", s.query_features)(x)
-        else:
-            q = norm("q_a_layernorm")(linear("q_a_proj", s.query_rank, use_bias=s.use_bias)(x))
-            q = linear("q_b_proj", s.query_features)(q)
-        latent = linear("kv_a_proj_with_mqa", s.latent_features, use_bias=s.use_bias)(x)
-        latent, shared_key = jnp.split(latent, [s.latent_dim], axis=-1)
-        k_b_proj = linear("k_b_proj", s.num_heads * s.head_dim)
-        v_b_proj = linear("v_b_proj", s.num_heads * s.value_dim)
-        latent = norm("kv_a_layernorm")(latent)
-        if self.is_initializing():
-            k_b_proj(latent)
-            v_b_proj(latent)
-        cache, out = latent_attention(
-            s,
-            q,
-            latent,
-            shared_key,
-            k_b_proj.variables["params"]["kernel"],
-            v_b_proj.variables["params"]["kernel"],
-            cache,
-            allocator,
-            slots,
-            query_starts,
-            positions,
-            plan=plan,
-            tree_mask=tree_mask,
-            shared_prefix=shared_prefix,
-        )
-        return cache, linear("o_proj", x.shape[-1], use_bias=s.use_bias)(out)
 
 
 @contextlib.contextmanager

@@ -157,7 +157,6 @@ CASES = {
     ),
     "nnx.LatentAttention, shared prefix": Case(module(latent(), shared_prefix=ROOT), LATENT),
     "nnx.LatentAttention, group with a window": Case(module(latent(sliding_window=3)), LATENT, window=3),
-    "linen.LatentAttention, expanded": Case(module(latent(), jaxpaged.linen), LATENT),
 }
 
 

@@ -33,7 +33,7 @@ from benchmarks.harness import add_output, open_store
 from jaxpaged import Engine, SamplingParams
 from jaxpaged._engine import program
 from jaxpaged._engine.host_copies import HostCopies, Run
-from jaxpaged._engine.host_tier import HostTier, NoHostTier
+from jaxpaged._engine.host_tier import HostTier
 from jaxpaged._engine.requests import Row
 
 CONVERSATIONS, TURNS, POOLS = 64, 4, 4
@@ -91,7 +91,7 @@ def create(model: str, layers: int | None, sizes: Sizes) -> Engine:
 def without_tier(engine: Engine) -> Iterator[None]:
     tier = engine._runner.tier
     settle(engine)
-    engine._runner.tier = NoHostTier()
+    engine._runner.tier = None
     yield
     settle(engine)
     engine._runner.tier = tier

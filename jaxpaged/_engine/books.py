@@ -194,7 +194,7 @@ class Books:
         self._news = left
         return outputs
 
-    def send(self, most: int, is_held: Callable[[Row], bool] = lambda row: False) -> Sent:
+    def send(self, most: int, is_held: Callable[[Row], bool] | None = None) -> Sent:
         """What goes out with the next slice, with at most so many rows. Rows that are held stay in the queue.
 
         Args:
@@ -207,7 +207,7 @@ class Books:
         for row in itertools.islice(self.queue, room + most):
             if len(rows) == room or len(held) == most:
                 break
-            if is_held(row):
+            if is_held is not None and is_held(row):
                 held.append(row)
             else:
                 rows.append(row)

@@ -27,39 +27,6 @@ class Moves:
     back: list[Run] = dataclasses.field(default_factory=list)
 
 
-class NoHostTier:
-    """What the engine asks of a host tier, if there is none."""
-
-    host_bytes = num_brought = 0
-
-    def wait(self) -> None:
-        """Until what is on its way to the device is there: nothing else can run."""
-
-    def look(self, sent: Sequence[Row]) -> None:
-        """Before requests are asked for, in their order. `sent`: those on the device, or on their way."""
-
-    def holds(self, row: Row) -> bool:
-        """Whether a request stays on the host for now."""
-        return False
-
-    def next_moves(self) -> Moves:
-        """What is moved before the next slice."""
-        return Moves()
-
-    def lose(self, moves: Moves) -> None:
-        """No slice has come of it."""
-
-    def move(self, state: State, moves: Moves) -> Iterator[State]:
-        """Moves it, on the engine's own thread. Each state is the next one's, to which it is donated."""
-        yield state
-
-    def take(self, report: Report, moves: Moves, rows: Sequence[Row]) -> None:
-        """Notes what a slice says, and what was moved before it. `rows`: those that it had, or has still."""
-
-    def clear(self) -> None:
-        """Forgets what is in host memory. JAX keeps the memory for other pages."""
-
-
 @dataclasses.dataclass(eq=False)
 class Kept:
     """A page in host memory."""
@@ -69,7 +36,7 @@ class Kept:
     page: Page
 
 
-class HostTier(NoHostTier):
+class HostTier:
     """A request's blocks are copied to host memory once the host reads that it has filled a page of them, or that it
     has ended: before the next slice, without a wait of the device. So nothing has to be moved when the prefix cache
     loses them. They come back before a request whose prompt begins with them goes out.
@@ -108,10 +75,11 @@ class HostTier(NoHostTier):
         self.num_brought = 0  # tokens, so far
 
     @property
-    def host_bytes(self) -> int:  # type: ignore[override]
+    def host_bytes(self) -> int:
         return len(self._pages) * self._copies.page_bytes
 
     def wait(self) -> None:
+        """Until what is on its way to the device is there: nothing else can run."""
         for run in set(self._coming.values()):
             try:
                 jax.block_until_ready(run.pages)
@@ -120,11 +88,13 @@ class HostTier(NoHostTier):
                 raise
 
     def look(self, sent: Sequence[Row]) -> None:
+        """Before requests are asked for, in their order. `sent`: those on the device, or on their way."""
         self._lacks_room = self._is_full = False
         self._room_left = self._room - sum(self._needed(row) for row in sent if row.place is None)
         self._settle({run for run in self._coming.values() if run.row.is_aborted or run.salt not in self._salts})
 
     def holds(self, row: Row) -> bool:
+        """Whether a request stays on the host for now."""
         if self._lacks_room and self._is_full:  # nothing more goes out, or comes
             return True
         keys = [] if row.failed_to_come else self._findable(row)
@@ -190,6 +160,7 @@ class HostTier(NoHostTier):
         return -(-most // self._block_size) - _num_leading(map(self._is_held, self._findable(row)))
 
     def next_moves(self) -> Moves:
+        """What is moved before the next slice."""
         out: list[Run] = []
         num_pages = 0
         while self._wanted and (num_pages := num_pages + self._wanted[0].num_pages) <= self._copies.most_leaving:
@@ -198,17 +169,20 @@ class HostTier(NoHostTier):
         return Moves(out, arrived)
 
     def lose(self, moves: Moves) -> None:
+        """No slice has come of it."""
         self._wanted.extendleft(reversed(moves.out))
         for run in moves.back:
             run.row.failed_to_come = True  # it is computed
         self._settle(moves.back)
 
     def move(self, state: State, moves: Moves) -> Iterator[State]:
+        """Moves it, on the engine's own thread. Each state is the next one's, to which it is donated."""
         if moves.out:
             self._copies.take(state, moves.out)
         yield from self._copies.put(state, moves.back)
 
     def take(self, report: Report, moves: Moves, rows: Sequence[Row]) -> None:
+        """Notes what a slice says, and what was moved before it. `rows`: those that it had, or has still."""
         assert report.serials is not None
         told = report.serials, report.salts, report.room
         self._serials, self._salts, self._room = (np.asarray(each).tolist() for each in told)
@@ -228,6 +202,7 @@ class HostTier(NoHostTier):
             self._want(row)
 
     def clear(self) -> None:
+        """Forgets what is in host memory. JAX keeps the memory for other pages."""
         of_pages, out, back = (
             (self._pages, self._places, self._at),
             (self._wanted, self._leaving),

@@ -16,7 +16,7 @@ import numpy as np
 from jaxpaged._engine.books import Books, Sent
 from jaxpaged._engine.counting import counted
 from jaxpaged._engine.host_copies import HostCopies
-from jaxpaged._engine.host_tier import HostTier, Moves, NoHostTier
+from jaxpaged._engine.host_tier import HostTier, Moves
 from jaxpaged._engine.inputs import find_deleted, keys_and_values, own
 from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.on_mesh import find_mesh, replicate
@@ -61,7 +61,7 @@ class Runner:
         if self.mesh is not None:
             weights, state = replicate(self.mesh, (weights, state))
         self.weights, self.state_of_slice = weights, state
-        self.tier = NoHostTier()
+        self.tier: HostTier | None = None
         if options.host_cache_bytes is not None:
             copies = HostCopies(options.host_cache_bytes, state, self.mesh, options.compiler_options)
             self.tier = HostTier(copies, least_tokens=options.sizes.chunk_tokens // 2, growth=options.growth)
@@ -110,8 +110,8 @@ class Runner:
             self.counts,
             num_queued=len(self.books.queue),
             num_waiting=max(num_waiting, 0),
-            num_brought=self.tier.num_brought,
-            host_bytes=self.tier.host_bytes,
+            num_brought=0 if self.tier is None else self.tier.num_brought,
+            host_bytes=0 if self.tier is None else self.tier.host_bytes,
         )
 
     def check_usable(self) -> None:
@@ -133,7 +133,7 @@ class Runner:
         if self._asleep:
             raise RuntimeError("the engine is asleep, and its caches are gone; call wake_up() first.")
         with self.books.undisturbed():
-            if self.books.is_device_empty:
+            if self.tier is not None and self.books.is_device_empty:
                 self.tier.wait()
             if len(self.books.under_way) <= AHEAD:  # an interrupt may have left more
                 self._send()
@@ -146,13 +146,15 @@ class Runner:
     @without_interrupts()
     def _send(self) -> None:
         """Starts a slice. If more requests wait than it takes, slices without steps before it take the others."""
-        self.tier.look(self.books.rows_sent)
+        if self.tier is not None:
+            self.tier.look(self.books.rows_sent)
         while True:
-            sent = self.books.send(MOST_ARRIVALS, self.tier.holds)
+            sent = self.books.send(MOST_ARRIVALS, None if self.tier is None else self.tier.holds)
             has_more = self.books.has_more
             sent.num_steps = 0 if has_more else self.options.steps_per_slice
             try:
-                sent.moves = self.tier.next_moves()
+                if self.tier is not None:
+                    sent.moves = self.tier.next_moves()
                 inbox = self.program.inbox_of(
                     sent.rows,
                     sent.aborts,
@@ -165,7 +167,7 @@ class Runner:
                 sent.words = self.thread.submit(self.run, self.weights, words, sent)
                 sent.words.add_done_callback(sent.has_returned.set)
             except BaseException:
-                self.tier.lose(self.books.take_back().moves)
+                self._take_back_last()
                 raise
             if not has_more:
                 return
@@ -178,8 +180,9 @@ class Runner:
             raise self._unread_failure
         try:
             try:
-                for state in self.tier.move(self.state_of_slice, sent.moves):
-                    self.state_of_slice = state
+                if self.tier is not None:
+                    for state in self.tier.move(self.state_of_slice, sent.moves):
+                        self.state_of_slice = state
             except Exception as failure:
                 sent.failure = failure  # the slice runs all the same: what its inbox says counts for those behind it
             state, report = self.program.run(weights, self.state_of_slice, self._last_report, inbox)
@@ -235,8 +238,13 @@ class Runner:
     def _take_back(self) -> None:
         """If a slice failed, and so those after it did not run: what went out with them goes out again."""
         while self.books.under_way and self.wait_for(self.books.under_way[-1]) is not None:
-            self.tier.lose(self.books.take_back().moves)
+            self._take_back_last()
         self._unread_failure = None
+
+    def _take_back_last(self) -> None:
+        sent = self.books.take_back()
+        if self.tier is not None:
+            self.tier.lose(sent.moves)
 
     def read(self, words: jax.Array) -> Report:
         """The report in NumPy's arrays."""
@@ -256,10 +264,11 @@ class Runner:
         sent = self.books.take_places(report)
         rows = list(self.books.on_device.values())
         counts = self.books.take_tokens(report, sent.version)
-        if sent.failure is not None:
-            self.tier.lose(sent.moves)
-            sent.moves = Moves()
-        self.tier.take(report, sent.moves, rows)
+        if self.tier is not None:
+            if sent.failure is not None:
+                self.tier.lose(sent.moves)
+                sent.moves = Moves()
+            self.tier.take(report, sent.moves, rows)
         since, self.since = self.since, time.perf_counter()
         began, self._ended = max(sent.began or since, self._ended), sent.ended or self.since
         if num_steps := int(report.outbox.num_steps):  # timed on the device: time that the caller spared does not count
@@ -302,7 +311,8 @@ class Runner:
             self.receive()
         pools = [(x, jax.typeof(x), x.sharding) for x in keys_and_values(self.state.caches)]
         with without_interrupts():
-            self.tier.clear()
+            if self.tier is not None:
+                self.tier.clear()
             self._asleep = pools
             for pool, *_ in pools:
                 pool.delete()

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._attention.attend import attend, attend_to_history
 from jaxpaged._attention.choose import Implementation
 from jaxpaged._attention.merge import merge_attention
@@ -110,7 +111,7 @@ def latent_attention[C: (KVCache, CacheLayer)](
     *,
     plan: PartitionPlan | None,
     tree_mask: ArrayLike | None,
-    shared_prefix: ArrayLike | None,
+    prefix_groups: PrefixGroups | None,
 ) -> tuple[C, jax.Array]:
     """The new cache, and [..., heads * value_dim].
 
@@ -152,10 +153,10 @@ def latent_attention[C: (KVCache, CacheLayer)](
         return by_head("thc,chd->thd", out, to_values)
 
     per_seq = slots.size // allocator.lengths.shape[0]
-    is_special = any(x is not None for x in (tree_mask, shared_prefix, plan, s.sliding_window, s.num_partitions))
+    is_special = any(x is not None for x in (tree_mask, prefix_groups, plan, s.sliding_window, s.num_partitions))
     if per_seq < s.expanded_from or is_special:
         how |= dict(sliding_window=s.sliding_window, num_partitions=s.num_partitions, plan=plan, tree_mask=tree_mask)
-        out = values(attend(absorbed(), cache, allocator, query_starts=starts, shared_prefix=shared_prefix, **how))
+        out = values(attend(absorbed(), cache, allocator, query_starts=starts, prefix_groups=prefix_groups, **how))
         return cache, out.reshape(*slots.shape, -1)
 
     shared_key = jnp.broadcast_to(shared_key, (*slots.shape, s.num_heads, s.rotary_dim))

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._attention.attend import attend
 from jaxpaged._attention.choose import Implementation
 from jaxpaged._attention.runs import packed_positions
-from jaxpaged._attention.shared_prefix import PrefixGroups
 from jaxpaged._cache.kv_cache import KVCache, check_cache
 from jaxpaged._cache.layers import CacheLayer, pools_of
 from jaxpaged._cache.rotate import check_interleaved, rotate_and_write_kv
@@ -140,7 +140,7 @@ def rotate_write_attend[C: (KVCache, CacheLayer)](
     sinks: jax.Array | None,  # [heads]
     plan: PartitionPlan | None,
     tree_mask: ArrayLike | None,
-    shared_prefix: ArrayLike | PrefixGroups | None,
+    prefix_groups: PrefixGroups | None,
 ) -> tuple[C, jax.Array]:  # and [seqs, q_len, heads * head_dim]
     q, k, v = (x.reshape(*slots.shape, -1, settings.head_dim) for x in (q, k, v))
     if norms is not None:
@@ -170,7 +170,7 @@ def rotate_write_attend[C: (KVCache, CacheLayer)](
         num_partitions=settings.num_partitions,
         plan=plan,
         tree_mask=tree_mask,
-        shared_prefix=shared_prefix,
+        prefix_groups=prefix_groups,
         implementation=settings.implementation,
     )
     return cache, out.reshape(*slots.shape, -1)

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 # The axis of heads, or of KV heads, of arrays by name. Arrays with other names are the same for all heads.
 HEADS_AXES = dict(q=-2, k=-2, v=-2, k_cache=-2, v_cache=-2, k_scale=-1, v_scale=-1, alibi_slopes=-1, sinks=-1)
-# Arrays of attention whose first axis is seqs, or groups of these.
-OF_SEQS = ("q", "block_tables", "lengths", "tree_mask", "shared_prefix")
+# Arrays of attention whose first axis is seqs.
+OF_SEQS = ("q", "block_tables", "lengths", "tree_mask")
 
 
 def on_shards[F: Callable[..., Any]](function: F) -> F:
@@ -116,11 +116,12 @@ def _find_specs(arguments: Mapping[str, Any]) -> Any:
     heads = _spec(arguments["q"] if k_cache.shape[-2] == 1 and "q" in arguments else k_cache)[-2]
     has_seqs = "q" in arguments and arguments.get("query_starts") is None
     seqs = _spec(arguments["q"])[0] if has_seqs else None
-    if has_seqs and arguments.get("plan") is not None and _own_shape(arguments["q"])[0] < arguments["q"].shape[0]:
-        raise ValueError(
-            f"a plan is for sequences that are on every device; got q sharded as {P(*_spec(arguments['q']))}. "
-            "Leave it out, or call plan_partitions and paged_attention inside jax.shard_map."
-        )
+    if has_seqs and _own_shape(arguments["q"])[0] < arguments["q"].shape[0]:
+        sharded = f"sequences that are on every device; got q sharded as {P(*_spec(arguments['q']))}. Leave it out, or"
+        if arguments.get("plan") is not None:
+            raise ValueError(f"a plan is for {sharded} call plan_partitions and paged_attention inside jax.shard_map.")
+        if arguments.get("prefix_groups") is not None:
+            raise ValueError(f"prefix_groups is for {sharded} make it and call paged_attention inside jax.shard_map.")
 
     def find_spec(path: Any, leaf: Any) -> P:
         axes: list[Any] = [None] * np.ndim(leaf)

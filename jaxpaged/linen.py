@@ -12,7 +12,7 @@ from flax import linen
 from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
-from jaxpaged._attention.shared_prefix import PrefixGroups
+from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._modules import AttentionSettings, check_call, rotate_write_attend, sum_sharding
@@ -56,7 +56,7 @@ class PagedAttention(linen.Module):
         query_starts: ArrayLike | None = None,
         positions: ArrayLike | None = None,
         tree_mask: ArrayLike | None = None,
-        shared_prefix: ArrayLike | PrefixGroups | None = None,
+        prefix_groups: PrefixGroups | None = None,
         plan: PartitionPlan | None = None,
     ) -> tuple[C, jax.Array]:
         """As `jaxpaged.nnx.PagedAttention.__call__`."""
@@ -104,7 +104,7 @@ class PagedAttention(linen.Module):
             else None,
             plan=plan,
             tree_mask=tree_mask,
-            shared_prefix=shared_prefix,
+            prefix_groups=prefix_groups,
         )
         if s.use_gate:
             out *= linen.sigmoid(to_heads("gate_proj", s.features))

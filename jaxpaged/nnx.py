@@ -11,7 +11,7 @@ from flax import nnx
 from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
-from jaxpaged._attention.shared_prefix import PrefixGroups
+from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._latent_modules import LatentSettings, check_latent_call, latent_attention
@@ -103,7 +103,7 @@ class PagedAttention(nnx.Module):
         query_starts: ArrayLike | None = None,
         positions: ArrayLike | None = None,
         tree_mask: ArrayLike | None = None,
-        shared_prefix: ArrayLike | PrefixGroups | None = None,
+        prefix_groups: PrefixGroups | None = None,
         plan: PartitionPlan | None = None,
     ) -> tuple[C, jax.Array]:
         """Attends from the newest tokens of each sequence.
@@ -118,7 +118,7 @@ class PagedAttention(nnx.Module):
             query_starts: int32 `[seqs + 1]`, as in `jaxpaged.paged_attention`: where each sequence's tokens begin in x.
             positions: int32, one a token, for the rotary embedding; None: the order of the tokens. For a tree,
                 each token's depth plus the length of the history.
-            tree_mask: as in `jaxpaged.paged_attention`, like `shared_prefix`.
+            tree_mask: as in `jaxpaged.paged_attention`, like `prefix_groups`.
             plan: from `jaxpaged.plan_partitions`, one for all layers, if the settings have no `num_partitions`.
 
         Returns:
@@ -146,7 +146,7 @@ class PagedAttention(nnx.Module):
             sinks=None if self.sinks is None else self.sinks[...],
             plan=plan,
             tree_mask=tree_mask,
-            shared_prefix=shared_prefix,
+            prefix_groups=prefix_groups,
         )
         if self.gate_proj is not None:
             out *= nnx.sigmoid(self.gate_proj(x))
@@ -233,7 +233,7 @@ class LatentAttention(nnx.Module):
         query_starts: ArrayLike | None = None,
         positions: ArrayLike | None = None,
         tree_mask: ArrayLike | None = None,
-        shared_prefix: ArrayLike | None = None,
+        prefix_groups: PrefixGroups | None = None,
         plan: PartitionPlan | None = None,
     ) -> tuple[C, jax.Array]:
         """As `PagedAttention.__call__`; the cache is a latent one, `KVCache.create(is_latent=True, ...)`."""
@@ -255,7 +255,7 @@ class LatentAttention(nnx.Module):
             positions,
             plan=plan,
             tree_mask=tree_mask,
-            shared_prefix=shared_prefix,
+            prefix_groups=prefix_groups,
         )
         return cache, self.o_proj(out)
 

@@ -658,12 +658,16 @@ MUTANTS = (
     Mutant(
         "attention: an empty group has blocks",
         SHARED_PREFIX,
-        "jnp.where(groups.starts[:-1] < groups.starts[1:], groups.num_blocks[groups.first], 0)",
-        "groups.num_blocks[groups.first]",
+        "jnp.where(groups.starts[:-1] < groups.starts[1:], num_blocks[groups.first], 0)",
+        "num_blocks[groups.first]",
         OF_ENGINE,
     ),
     Mutant(
-        "attention: one more takes part", SHARED_PREFIX, ") < groups.starts[-1]", ") <= groups.starts[-1]", OF_ENGINE
+        "attention: sequences of no group take part",
+        SHARED_PREFIX,
+        "(num_blocks > 0)[:, None]",
+        "(num_blocks >= 0)[:, None]",
+        OF_ENGINE,
     ),
     Mutant(
         "engine: an abort is not sent",
@@ -1376,11 +1380,11 @@ MUTANTS = (
         PACKED_OPTIONS,
     ),
     Mutant(
-        "attention: a prefix that nobody shares",
-        SHARED_PREFIX,
-        "jnp.where(shares.any(axis=1), num_blocks[:, 0] * block_size, 0)",
-        "num_blocks[:, 0] * block_size",
-        "tests/attention/test_attention_prefix.py::nobody_shares",
+        "prefix groups: any blocks are the same",
+        "jaxpaged/_allocator/prefix_groups.py",
+        "differs = (tables != tables[before]) | (",
+        "differs = (",
+        "tests/allocator/test_prefix_groups.py::share_nothing",
     ),
     Mutant(
         "attention: sinks of the shared call count",
@@ -1390,11 +1394,11 @@ MUTANTS = (
         "tests/attention/test_attention_prefix.py::test_options and sinks",
     ),
     Mutant(
-        "attention: a new token among the shared",
-        SHARED_PREFIX,
-        "(history >= num_blocks * block_size)",
-        "(history + 1 >= num_blocks * block_size)",
-        "tests/attention/test_attention_prefix.py::computed_once",
+        "prefix groups: a new token among the shared",
+        "jaxpaged/_allocator/block_allocator.py",
+        "jnp.maximum(self.lengths - jnp.diff(starts), 0)",
+        "self.lengths",
+        "tests/allocator/test_prefix_groups.py::new_token",
     ),
     Mutant(
         "attention: runs of a prompt see all of it",
@@ -1434,8 +1438,8 @@ MUTANTS = (
     Mutant(
         "latents: a window is lost among new tokens",
         "jaxpaged/_latent_modules.py",
-        "(tree_mask, shared_prefix, plan, s.sliding_window, s.num_partitions)",
-        "(tree_mask, shared_prefix, plan, s.num_partitions)",
+        "(tree_mask, prefix_groups, plan, s.sliding_window, s.num_partitions)",
+        "(tree_mask, prefix_groups, plan, s.num_partitions)",
         "tests/test_latent_modules.py::a_window_holds",
     ),
     Mutant(

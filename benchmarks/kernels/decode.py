@@ -51,8 +51,9 @@ from benchmarks.kernels.points import (
     input_shapes,
     make_inputs,
     parse,
+    point_tables,
 )
-from jaxpaged import paged_attention_reference, tree_mask
+from jaxpaged import BlockAllocator, paged_attention_reference, tree_mask
 
 MAX_CHECKED = 4  # sequences of a point that are compared with the reference
 
@@ -97,6 +98,17 @@ class Programs:
     peers: dict[str, Any]
 
 
+def prefix_groups(point: Point) -> Any:
+    allocator = BlockAllocator.create(
+        num_blocks=point.cache_shape[0],
+        block_size=point.block_size,
+        num_seqs=len(point.lengths),
+        max_blocks_per_seq=point.max_blocks,
+    )
+    tables, lengths = jnp.asarray(point_tables(point)), jnp.asarray(point.lengths, jnp.int32)
+    return dataclasses.replace(allocator, block_tables=tables, lengths=lengths).prefix_groups(point.q_len)
+
+
 def compile_judges(point: Point) -> dict[Any, Any]:
     """Jobs for `compile_all`, by (point, what): the reference of a few sequences, and the floor."""
     shapes = input_shapes(point)
@@ -126,7 +138,7 @@ def compile_point(
     ours = functools.partial(partitioned, num_partitions)
     attend = functools.partial(with_scales, ours, implementation=implementation, **make_options(point))
     if point.shared and not point.alone:
-        attend = functools.partial(attend, shared_prefix=np.full(point.groups, point.shared))
+        attend = functools.partial(attend, prefix_groups=prefix_groups(point))
     jobs = compile_judges(point)
     jobs[point, "ours"] = lambda: jax.jit(functools.partial(chain, point, attend)).lower(*args).compile()
     for name in peer_names:

@@ -231,7 +231,7 @@ class Llama(nnx.Module):
         query_starts: jax.Array | None = None,  # int32 [seqs + 1], of packed tokens: where each sequence begins
         positions: jax.Array | None = None,  # int32, one a token, and
         tree_mask: jax.Array | None = None,  # of `jaxpaged.tree_mask`: of tokens that are a tree
-        shared_prefix: jax.Array | None = None,  # int32 [] or [groups]: tokens that sequences begin with alike
+        prefix_groups: Any = None,  # from the allocator: sequences that begin with the same blocks
         num_logits: int | None = None,
     ) -> tuple[tuple[jaxpaged.KVCache, ...], jax.Array]:
         """Returns the new caches and the logits after each sequence's last token, f32 [seqs, vocab_size].
@@ -239,7 +239,7 @@ class Llama(nnx.Module):
         With `num_logits`, the logits after each of its last `num_logits` tokens, f32 [seqs, num_logits, vocab_size].
         """
         which: dict[str, Any] = dict(
-            query_starts=query_starts, positions=positions, tree_mask=tree_mask, shared_prefix=shared_prefix
+            query_starts=query_starts, positions=positions, tree_mask=tree_mask, prefix_groups=prefix_groups
         )
 
         def attend(attention: Attention, x: jax.Array, cache: jaxpaged.KVCache) -> tuple[jaxpaged.KVCache, jax.Array]:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._attention.plan import plan_step
-from jaxpaged._attention.shared_prefix import PrefixGroups
 from jaxpaged._engine.drafting import Draft, drafted
 from jaxpaged._engine.inputs import caches_in
 from jaxpaged._engine.kinds import Kind, count_wait, next_kind

@@ -8,9 +8,9 @@ from typing import Any, Unpack
 import jax
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._attention.attend import attend
 from jaxpaged._attention.public import AttentionKeywords
-from jaxpaged._attention.shared_prefix import PrefixGroups
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._cache.rotate import check_interleaved, rotate_and_write_kv
@@ -19,7 +19,7 @@ from jaxpaged._public_state import short_repr
 from pallas_kernels.decode.partition_plan import PartitionPlan
 
 # A layer with one of these follows neither the step's plan nor its groups.
-OWN_PLAN = ("plan", "num_partitions", "sliding_window", "shared_prefix")
+OWN_PLAN = ("plan", "num_partitions", "sliding_window", "prefix_groups")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ class StepAttention:
         if options.get("num_partitions") is None:
             options["num_partitions"] = self.num_partitions
         if all(options.get(name) is None for name in OWN_PLAN):
-            options |= dict(plan=self.plan, shared_prefix=self.prefix_groups)
+            options |= dict(plan=self.plan, prefix_groups=self.prefix_groups)
         return cache, attend(q, cache, allocator, **options).reshape(*shape[:-1], -1)
 
     def call[C: (KVCache, CacheLayer)](
@@ -139,7 +139,7 @@ class StepAttention:
         if self.num_partitions is not None and module.settings.num_partitions is None:
             raise ValueError("an exact engine needs modules with a fixed num_partitions; make them with 1.")
         allocator, slots = self._of_group(group)
-        settings, shared = module.settings, dict(plan=self.plan, shared_prefix=self.prefix_groups)
+        settings, shared = module.settings, dict(plan=self.plan, prefix_groups=self.prefix_groups)
         if settings.num_partitions is not None or settings.sliding_window is not None:
             shared = {}
         if self.query_starts is not None:

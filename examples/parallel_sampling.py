@@ -58,8 +58,7 @@ def complete(
     ok = ok[prompt_of] & forked
     state = dataclasses.replace(state, caches=caches, allocator=allocator, running=ok, starved=~ok)
     state = accept(state, ok, logits[prompt_of], eos_ids, sampling)
-    # Each step reads the blocks that the completions of a prompt share once.
-    state = decode(graph, weights, state, state.limits.max(), eos_ids, sampling, shared_prefix=prompts.lengths)
+    state = decode(graph, weights, state, state.limits.max(), eos_ids, sampling, share_reads=True)
     return state, num_shared
 
 

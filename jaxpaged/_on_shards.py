@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 # The axis of heads, or of KV heads, of arrays by name. Arrays with other names are the same for all heads.
 HEADS_AXES = dict(q=-2, k=-2, v=-2, k_cache=-2, v_cache=-2, k_scale=-1, v_scale=-1, alibi_slopes=-1, sinks=-1)
-# Arrays of attention whose first axis is seqs, or groups of these.
-OF_SEQS = ("q", "block_tables", "lengths", "tree_mask", "shared_prefix")
+# Arrays of attention whose first axis is seqs.
+OF_SEQS = ("q", "block_tables", "lengths", "tree_mask")
 
 
 def on_shards[F: Callable[..., Any]](function: F) -> F:
@@ -119,6 +119,11 @@ def _find_specs(arguments: Mapping[str, Any]) -> Any:
     heads = _spec(arguments["q"] if k_cache.shape[-2] == 1 and "q" in arguments else k_cache)[-2]
     has_seqs = "q" in arguments and arguments.get("query_starts") is None
     seqs = _spec(arguments["q"])[0] if has_seqs else None
+    if seqs is not None and arguments.get("prefix_groups") is not None:
+        raise ValueError(
+            "prefix_groups is for sequences that are on every device; got q sharded as "
+            f"{P(*_spec(arguments['q']))}. Leave it out, or make it and call paged_attention inside jax.shard_map."
+        )
 
     def find_spec(path: Any, leaf: Any) -> P:
         axes: list[Any] = [None] * np.ndim(leaf)

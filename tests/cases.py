@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged import paged_attention, paged_attention_reference
+from jaxpaged import BlockAllocator, paged_attention, paged_attention_reference
 
 
 def paired(values, *others):
@@ -219,6 +219,15 @@ def _plain(xp, q, k_cache, v_cache, block_tables, lengths, dtype, options):
 
 
 plain_jnp = jax.jit(functools.partial(_plain, jnp), static_argnames="dtype")  # for large arrays, on a GPU
+
+
+def find_groups(case: Case, **which: Any) -> Any:
+    """`BlockAllocator.prefix_groups` of a case's tables."""
+    seqs, max_blocks = case.block_tables.shape
+    sizes: Any = dict(num_blocks=case.k_cache.shape[0], block_size=case.k_cache.shape[1])
+    allocator = BlockAllocator.create(**sizes, num_seqs=seqs, max_blocks_per_seq=max_blocks)
+    allocator = dataclasses.replace(allocator, block_tables=case.block_tables, lengths=case.lengths)
+    return allocator.prefix_groups(**(dict(q_len=case.q.shape[1] if case.q.ndim == 4 else 1) | which))
 
 
 def within_budget(case: Case, out: Any) -> np.ndarray:

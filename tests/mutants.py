@@ -27,6 +27,7 @@ class Mutant:
     old: str
     new: str
     tests: str  # a file, and words for pytest -k behind "::"
+    guards: str = ""  # the safety property: ids, salts, masks, counts, endings or copies
 
 
 COLLISIONS = "tests/allocator/test_prefix_cache.py::collide or collision"
@@ -64,6 +65,7 @@ MUTANTS = (
         "(self.tags[ids] == tags[..., None]) & (self.salts[ids] == salts[:, None, None])",
         "(self.tags[ids] == tags[..., None])",
         COLLISIONS,
+        "salts",
     ),
     Mutant(
         "lookup: any parent",
@@ -71,6 +73,7 @@ MUTANTS = (
         ".all(axis=-1) & (self.parents[ids] == before)",
         ".all(axis=-1)",
         COLLISIONS,
+        "ids",
     ),
     Mutant(
         "lookup: any tokens",
@@ -78,6 +81,7 @@ MUTANTS = (
         "listed & (self.tokens[ids] == blocks).all(axis=-1)",
         "listed",
         COLLISIONS,
+        "ids",
     ),
     Mutant(
         "insert: any salt",
@@ -85,6 +89,7 @@ MUTANTS = (
         "        served &= salts[first // wanted.shape[1]] == salts[:, None]\n",
         "",
         COLLISIONS,
+        "salts",
     ),
     Mutant(
         "insert: any parent",
@@ -92,6 +97,7 @@ MUTANTS = (
         ".all(axis=-1) & (before.ravel()[firsts] == before)",
         ".all(axis=-1)",
         COLLISIONS,
+        "ids",
     ),
     Mutant(
         "insert: any tokens",
@@ -99,6 +105,7 @@ MUTANTS = (
         "(blocks.reshape(own.size, -1)[firsts] == blocks).all(axis=-1) & (before",
         "(before",
         COLLISIONS,
+        "ids",
     ),
     Mutant(
         "clear: held blocks stay cached",
@@ -106,6 +113,7 @@ MUTANTS = (
         "cached_at=jnp.full_like(self.cached_at, -1)",
         "cached_at=self.cached_at",
         "tests/allocator/test_prefix_cache.py::clear",
+        "ids",
     ),
     Mutant(
         "rollback: into a shared block",
@@ -113,6 +121,7 @@ MUTANTS = (
         "(allocator.pool.extra_holders[last_ids] > 0) | (",
         "(",
         "tests/allocator/test_sharing.py::into_a_shared",
+        "copies",
     ),
     Mutant(
         "append: a window passes a token too many",
@@ -120,6 +129,7 @@ MUTANTS = (
         "jnp.maximum(lengths - window + 1, 0)",
         "jnp.maximum(lengths - window + 2, 0)",
         WINDOWS,
+        "ids",
     ),
     Mutant(
         "append: a window passes at the new length",
@@ -134,6 +144,7 @@ MUTANTS = (
         "is_end = there[0] & (last_missing < first).all(axis=0)",
         "is_end = there[0]",
         WINDOWS,
+        "ids",
     ),
     Mutant(
         "prefixes: windows keep what they have passed",
@@ -141,6 +152,7 @@ MUTANTS = (
         "(column[None, None] >= first) & (column[None",
         "(column[None",
         WINDOWS,
+        "ids",
     ),
     Mutant(
         "rollback: behind a window",
@@ -148,6 +160,7 @@ MUTANTS = (
         "        legal &= (lengths == 0) | (num_passed <= allocator.num_passed_at(lengths)).all(axis=0)\n",
         "        legal &= lengths >= 0\n",
         WINDOWS,
+        "ids",
     ),
     Mutant(
         "kinds: a token without a row", KINDS, "(num_needing > kind.width)", "(num_needing - 1 > kind.width)", NEXT_KIND
@@ -196,6 +209,7 @@ MUTANTS = (
         "(step.last - step.num_drafts)[:, None]",
         "step.last[:, None]",
         f"{DRAFTS}::without_drafts",
+        "ids",
     ),
     Mutant(
         "drafts: only the newest row",
@@ -231,6 +245,7 @@ MUTANTS = (
         "(drafting.owners == scheduler.seated)",
         "(scheduler.seated >= 0)",
         f"{DRAFTS}::hidden_states",
+        "ids",
     ),
     Mutant("drafts: never again", DRAFTING, "KEPT = 0.95", "KEPT = 1.0", f"{DRAFTS}::right_again"),
     Mutant(
@@ -253,6 +268,7 @@ MUTANTS = (
         "(self.families[None] == of_seats) & ",
         "",
         f"{DRAFTS}::each_others_texts",
+        "salts",
     ),
     Mutant("drafts: its own text twice", DRAFTING, " & (every != seated[:, None])", "", f"{DRAFTS}::each_others_texts"),
     Mutant(
@@ -323,7 +339,7 @@ MUTANTS = (
         "allocator.num_blocks_for(num_known) + 1",
         MIXTURE,
     ),
-    Mutant("scheduler: the seated reserve nothing", PLANNING, " + owed.sum(dtype=jnp.int32)", "", MIXTURE),
+    Mutant("scheduler: the seated reserve nothing", PLANNING, " + owed.sum(dtype=jnp.int32)", "", MIXTURE, "counts"),
     Mutant(
         "scheduler: enters with a token beyond the limit",
         PLANNING,
@@ -362,9 +378,10 @@ MUTANTS = (
         "jnp.where(fits, num_drafts, ",
         "jnp.where(True, num_drafts, ",
         MIXTURE,
+        "counts",
     ),
-    Mutant("scheduler: accepts any draft", PROGRESS, "(tokens[:, :-1] == drafts) & ", "", MIXTURE),
-    Mutant("scheduler: goes on behind a stop", PROGRESS, " & ~is_stop[:, :-1]", "", MIXTURE),
+    Mutant("scheduler: accepts any draft", PROGRESS, "(tokens[:, :-1] == drafts) & ", "", MIXTURE, "counts"),
+    Mutant("scheduler: goes on behind a stop", PROGRESS, " & ~is_stop[:, :-1]", "", MIXTURE, "endings"),
     Mutant(
         "scheduler: accepts what was not drafted",
         PROGRESS,
@@ -378,6 +395,7 @@ MUTANTS = (
         "jnp.where(is_sampled, num_known - 1, allocator.lengths)",
         "allocator.lengths",
         MIXTURE,
+        "counts",
     ),
     Mutant("scheduler: grants blocks by seat", PLANNING, ", order=ranks)", ")", MIXTURE),
     Mutant(
@@ -386,6 +404,7 @@ MUTANTS = (
         " & (ranks != ranks.min())",
         "",
         "tests/scheduler/test_scheduler_machine.py::never_a_victim",
+        "endings",
     ),
     Mutant(
         "scheduler: preempts the second in rank",
@@ -408,14 +427,15 @@ MUTANTS = (
         "last=jnp.pad(ends, (1, 0))[:-1]",
         MIXTURE,
     ),
-    Mutant("scheduler: stop ids do nothing", PROGRESS, "(stop_ids >= 0)", "(stop_ids > 99)", MIXTURE),
-    Mutant("scheduler: a token too many", PROGRESS, "num_known >= per_seat", "num_known > per_seat", MIXTURE),
+    Mutant("scheduler: stop ids do nothing", PROGRESS, "(stop_ids >= 0)", "(stop_ids > 99)", MIXTURE, "endings"),
+    Mutant("scheduler: a token too many", PROGRESS, "num_known >= per_seat", "num_known > per_seat", MIXTURE, "counts"),
     Mutant(
         "scheduler: the ended keep their blocks",
         PROGRESS,
         "        allocator = allocator.free(leaves)\n",
         "        pass\n",
         MIXTURE,
+        "endings",
     ),
     Mutant(
         "scheduler: the aborted keep their blocks",
@@ -423,14 +443,23 @@ MUTANTS = (
         "return aborted, allocator.free(leaves)",
         "return aborted, allocator",
         MIXTURE,
+        "endings",
     ),
-    Mutant("scheduler: commits what was aborted", PROGRESS, "step.is_sampled & is_here", "step.is_sampled", MIXTURE),
+    Mutant(
+        "scheduler: commits what was aborted",
+        PROGRESS,
+        "step.is_sampled & is_here",
+        "step.is_sampled",
+        MIXTURE,
+        "endings",
+    ),
     Mutant(
         "scheduler: the finished keep their places",
         PROGRESS,
         "jnp.where(is_finished, RequestStatus.FREE, scheduler.statuses)",
         "scheduler.statuses",
         MIXTURE,
+        "endings",
     ),
     Mutant(
         "scheduler: takes what never fits",
@@ -438,6 +467,7 @@ MUTANTS = (
         "most_blocks(num_blocks) > allocator.num_blocks - 1",
         "most_blocks(num_blocks) > 99",
         MIXTURE,
+        "counts",
     ),
     Mutant(
         "prefixes: who leaves lists nothing",
@@ -518,6 +548,7 @@ MUTANTS = (
         "salt + len(salt), salt)",
         "salt, salt)",
         MIXTURE,
+        "salts",
     ),
     Mutant(
         "logprobs: what top_p cuts counts",
@@ -539,6 +570,7 @@ MUTANTS = (
         "self.salt.at[adapters + 1]",
         "self.salt.at[0 * adapters]",
         MIXTURE,
+        "salts",
     ),
     Mutant(
         "alternatives: those of the row before",
@@ -546,6 +578,7 @@ MUTANTS = (
         "likely.tokens[start:end]",
         "likely.tokens[start - 1 : end - 1]",
         "tests/engine/test_top_logprobs.py::models and plenty",
+        "ids",
     ),
     Mutant(
         "adapters: all are forgotten with one",
@@ -574,6 +607,7 @@ MUTANTS = (
         "step.sampling.adapter.at[step.seats]",
         "step.sampling.adapter.at[step.seats // 2]",
         "tests/engine/test_adapters.py::batch_invariant",
+        "ids",
     ),
     Mutant(
         "adapters: rsLoRA has LoRA's scale",
@@ -602,13 +636,19 @@ MUTANTS = (
         "step.seats if kind.is_narrow",
         "jnp.arange(kind.width, dtype=jnp.int32) if kind.is_narrow",
         LOADS,
+        "ids",
     ),
     Mutant(
         "groups: blocks that are not full", GROUPS, "<= (allocator.lengths //", "<= 1 + (allocator.lengths //", FOUND
     ),
     Mutant("groups: most blocks instead of most spared", GROUPS, " * (1 - 1 / holders)", " * (holders > 1)", FOUND),
     Mutant(
-        "groups: other blocks before the last", GROUPS, "(tables == tables[leaders]) |", "(tables == tables) |", FOUND
+        "groups: other blocks before the last",
+        GROUPS,
+        "(tables == tables[leaders]) |",
+        "(tables == tables) |",
+        FOUND,
+        "ids",
     ),
     Mutant("groups: of one", GROUPS, ".sum(axis=1) > 1", ".sum(axis=1) > 0", FOUND),
     Mutant("groups: the leader is spared too", GROUPS, "shares & (leaders == seats)", "shares & (leaders < 0)", FOUND),
@@ -616,7 +656,12 @@ MUTANTS = (
         "groups: seats as they come", GROUPS, "jnp.argsort(groups.leaders)", "jnp.argsort(0 * groups.leaders)", SORTED
     ),
     Mutant(
-        "groups: rows of another seat", GROUPS, "[seats] - starts[:-1], owner)", "[seats] - starts[1:], owner)", SORTED
+        "groups: rows of another seat",
+        GROUPS,
+        "[seats] - starts[:-1], owner)",
+        "[seats] - starts[1:], owner)",
+        SORTED,
+        "ids",
     ),
     Mutant(
         "groups: a group for each seat",
@@ -652,16 +697,23 @@ MUTANTS = (
         "block_tables=call.block_tables[groups.first],",
         "block_tables=call.block_tables[groups.first - 1],",
         OF_ENGINE,
+        "ids",
     ),
     Mutant(
         "attention: an empty group has blocks",
         SHARED_PREFIX,
-        "jnp.where(groups.starts[:-1] < groups.starts[1:], groups.num_blocks[groups.first], 0)",
-        "groups.num_blocks[groups.first]",
+        "jnp.where(groups.starts[:-1] < groups.starts[1:], num_blocks[groups.first], 0)",
+        "num_blocks[groups.first]",
         OF_ENGINE,
+        "masks",
     ),
     Mutant(
-        "attention: one more takes part", SHARED_PREFIX, ") < groups.starts[-1]", ") <= groups.starts[-1]", OF_ENGINE
+        "attention: sequences of no group take part",
+        SHARED_PREFIX,
+        "(num_blocks > 0)[:, None]",
+        "(num_blocks >= 0)[:, None]",
+        OF_ENGINE,
+        "masks",
     ),
     Mutant(
         "engine: an abort is not sent",
@@ -669,6 +721,7 @@ MUTANTS = (
         "self._aborts.append(row.place)",
         "pass",
         "tests/engine/test_engine.py::abort",
+        "endings",
     ),
     Mutant(
         "engine: a failed slice puts its rows behind the others",
@@ -704,6 +757,7 @@ MUTANTS = (
         "if not keys or keys[-1] in self._places or run.salt not in self._salts:",
         "if not keys or keys[-1] in self._places:",
         "tests/engine/test_host_tier.py::another_salt",
+        "salts",
     ),
     Mutant(
         "host tier: what was lost within the slice is taken to be there",
@@ -711,6 +765,7 @@ MUTANTS = (
         "return abs(self._serials[place]) == serial",
         "return serial > 1",
         "tests/engine/test_host_tier.py::could_not_be_listed",
+        "ids",
     ),
     Mutant(
         "host tier: a long prompt stops after its first run",
@@ -774,6 +829,7 @@ MUTANTS = (
         "self._lacks_room |= self._needed(row) > self._room_left",
         "pass",
         "tests/engine/test_host_tier.py::once_there_is_room",
+        "counts",
     ),
     Mutant(
         "host tier: what the pool is losing is taken to stay",
@@ -802,6 +858,7 @@ MUTANTS = (
         "min(begin + self._copies.in_page, num_found)",
         "begin + self._copies.in_page",
         "tests/engine/test_host_tier.py::overwritten_before",
+        "ids",
     ),
     Mutant(
         "host tier: what a failed slice was to copy is never asked for again",
@@ -823,6 +880,7 @@ MUTANTS = (
         "(self._coming, self._arrived)",
         "(self._coming, set[int]())",
         "tests/engine/test_host_tier.py::arrived_is_forgotten",
+        "salts",
     ),
     Mutant(
         "host tier: a page stays beside the one that has all of it",
@@ -851,6 +909,7 @@ MUTANTS = (
         "jnp.where(num_found >= begins, ends - num_found, 0)",
         "ends - num_found",
         "tests/engine/test_host_tier.py::behind_a_gap",
+        "ids",
     ),
     Mutant(
         "host tier: what waits on the device counts once",
@@ -865,6 +924,7 @@ MUTANTS = (
         "min(most, self._max_requests - self._num_sent)",
         "most",
         "tests/engine/test_books.py::no_more",
+        "counts",
     ),
     Mutant(
         "engine: ends all completions for one",
@@ -886,6 +946,7 @@ MUTANTS = (
         "axis=-1) >= enough[:, None]",
         "axis=-1) > jnp.inf",
         "tests/engine/test_sampling.py::tokens_come",
+        "masks",
     ),
     Mutant(
         "sampling: top_p takes a token too many",
@@ -963,6 +1024,7 @@ MUTANTS = (
         "constant_values=-jnp.inf",
         "constant_values=0",
         "tests/engine/test_sampling.py::tokens_come",
+        "masks",
     ),
     Mutant(
         "sampling: a rank too far",
@@ -1006,6 +1068,7 @@ MUTANTS = (
         "insert_blocks(allocator, blocks, num_full, prefixes.salts)",
         "insert_blocks(allocator, blocks, num_full, prefixes.salts * 0 + prefixes.salt)",
         "tests/engine/test_engine.py::old_weights_began",
+        "salts",
     ),
     Mutant(
         "scoring: one token too few",
@@ -1055,6 +1118,7 @@ MUTANTS = (
         "            self.books.forget()  # first",
         "            # first",
         "tests/engine/test_rollout.py::sleeps",
+        "salts",
     ),
     Mutant(
         "engine: Ctrl-C in the middle of the books",
@@ -1097,6 +1161,7 @@ MUTANTS = (
         "self._aborts = [place for place in self._aborts if place in self.on_device]",
         "pass",
         "tests/engine/test_engine_trouble.py::spares_who",
+        "ids",
     ),
     Mutant(
         "engine: a lost one goes on",
@@ -1104,6 +1169,7 @@ MUTANTS = (
         "raise StateLostError from sent.failure or failure",
         "pass",
         "tests/engine/test_engine_trouble.py::says_so",
+        "endings",
     ),
     Mutant(
         "engine: a slice runs behind a failed one",
@@ -1111,6 +1177,7 @@ MUTANTS = (
         "raise self._unread_failure\n        try:",
         "pass\n        try:",
         "tests/engine/test_engine_trouble.py::behind_a_failed",
+        "endings",
     ),
     Mutant(
         "engine: slices are taken back from the first on",
@@ -1125,6 +1192,7 @@ MUTANTS = (
         "self._aborts = failed.aborts + self._aborts",
         "pass",
         "tests/engine/test_books.py::taken_back",
+        "endings",
     ),
     Mutant(
         "engine: a slice is lost with a rollout that finds no memory",
@@ -1141,6 +1209,7 @@ MUTANTS = (
         "if not self.books.num_open:",
         "if False:",
         "tests/engine/test_engine_trouble.py::donated",
+        "copies",
     ),
     Mutant(
         "engine: a stream that is collected is dropped in the middle of a slice",
@@ -1148,6 +1217,7 @@ MUTANTS = (
         "if not self._is_undisturbed:",
         "if True:",
         "tests/engine/test_engine_trouble.py::collected",
+        "endings",
     ),
     Mutant(
         "engine: an end that was not told is unknown to abort",
@@ -1218,6 +1288,7 @@ MUTANTS = (
         "num_there = num_found + jnp.where(ok, num_missing, 0)",
         "num_there = num_found + num_missing",
         "tests/engine/test_host_tier.py::without_room",
+        "copies",
     ),
     Mutant(
         "drafts: a seat keeps the hidden state of a request that has left it",
@@ -1239,6 +1310,7 @@ MUTANTS = (
         "            self._books.drop(request_ids)\n",
         "            pass\n",
         "tests/engine/test_engine_trouble.py::is_left",
+        "endings",
     ),
     Mutant(
         "server: keeps back too little of a stop string",
@@ -1281,6 +1353,7 @@ MUTANTS = (
         "self.loop.call_later(PROBE_SECONDS, self._probe)",
         "pass",
         "tests/examples/test_serve_connections.py::gives_its_blocks_back",
+        "endings",
     ),
     Mutant(
         "server: a body may have two lengths",
@@ -1302,6 +1375,7 @@ MUTANTS = (
         "visible &= distance < options.sliding_window",
         "visible &= distance <= options.sliding_window",
         "tests/attention/test_attention.py::TestXla and test_options and window",
+        "masks",
     ),
     Mutant(
         "attention: earlier tiles keep their weights",
@@ -1323,6 +1397,7 @@ MUTANTS = (
         "jnp.where(seen[..., None, None], x, jnp.zeros_like(x))",
         "x",
         "tests/attention/test_attention.py::TestXla and test_options and plain",
+        "masks",
     ),
     Mutant(
         "attention: values with the scales of keys",
@@ -1351,6 +1426,7 @@ MUTANTS = (
         "jnp.maximum(distances, 0), distances",
         "distances, distances",
         "tests/attention/test_tree.py::no_tree",
+        "masks",
     ),
     Mutant(
         "attention: merges what neither saw",
@@ -1365,6 +1441,7 @@ MUTANTS = (
         "lengths = first[runs.seqs] + runs.offsets + runs.counts",
         "lengths = call.lengths[runs.seqs]",
         PACKED_OPTIONS,
+        "masks",
     ),
     Mutant(
         "attention: padding before the first token",
@@ -1372,13 +1449,15 @@ MUTANTS = (
         " | (tokens < runs.starts[0])",
         "",
         PACKED_OPTIONS,
+        "masks",
     ),
     Mutant(
-        "attention: a prefix that nobody shares",
-        SHARED_PREFIX,
-        "jnp.where(shares.any(axis=1), num_blocks[:, 0] * block_size, 0)",
-        "num_blocks[:, 0] * block_size",
-        "tests/attention/test_attention_prefix.py::nobody_shares",
+        "prefix groups: any blocks are the same",
+        "jaxpaged/_allocator/prefix_groups.py",
+        "differs = (tables != tables[before]) | (",
+        "differs = (",
+        "tests/allocator/test_prefix_groups.py::share_nothing",
+        "ids",
     ),
     Mutant(
         "attention: sinks of the shared call count",
@@ -1386,13 +1465,15 @@ MUTANTS = (
         "options = dataclasses.replace(call.options, sinks=None)",
         "options = call.options",
         "tests/attention/test_attention_prefix.py::test_options and sinks",
+        "counts",
     ),
     Mutant(
-        "attention: a new token among the shared",
-        SHARED_PREFIX,
-        "(history >= num_blocks * block_size)",
-        "(history + 1 >= num_blocks * block_size)",
-        "tests/attention/test_attention_prefix.py::computed_once",
+        "prefix groups: a new token among the shared",
+        "jaxpaged/_allocator/block_allocator.py",
+        "jnp.maximum(self.lengths - jnp.diff(starts), 0)",
+        "self.lengths",
+        "tests/allocator/test_prefix_groups.py::new_token",
+        "masks",
     ),
     Mutant(
         "attention: runs of a prompt see all of it",
@@ -1400,6 +1481,7 @@ MUTANTS = (
         "call.lengths[:, None] - tokens_after[None]",
         "call.lengths[:, None] - 0 * tokens_after[None]",
         "tests/attention/test_runs.py::each_run",
+        "masks",
     ),
     Mutant(
         "attention: a tree in runs",
@@ -1421,6 +1503,7 @@ MUTANTS = (
         "history = allocator.lengths - counts",
         "history = allocator.lengths",
         "tests/test_latent_modules.py::by_keys_of_each_head",
+        "counts",
     ),
     Mutant(
         "latents: padding rows of a history count as new",
@@ -1428,13 +1511,15 @@ MUTANTS = (
         "is_new.sum(axis=1, dtype=jnp.int32)",
         "jnp.int32(slots.shape[1])",
         "tests/test_padding.py::LatentAttention and expanded",
+        "masks",
     ),
     Mutant(
         "latents: a window is lost among new tokens",
         "jaxpaged/_latent_modules.py",
-        "(tree_mask, shared_prefix, plan, s.sliding_window, s.num_partitions)",
-        "(tree_mask, shared_prefix, plan, s.num_partitions)",
+        "(tree_mask, prefix_groups, plan, s.sliding_window, s.num_partitions)",
+        "(tree_mask, prefix_groups, plan, s.num_partitions)",
         "tests/test_latent_modules.py::a_window_holds",
+        "masks",
     ),
     Mutant(
         "latents: sinks go to the kernel for latents",
@@ -1449,6 +1534,7 @@ MUTANTS = (
         "runs.counts if call.causal and call.options.sliding_window is not None else None",
         "None",
         "tests/attention/test_packed.py::passed_are_never",
+        "ids",
     ),
     Mutant(
         "attention: padding reads what a window has passed",
@@ -1456,6 +1542,7 @@ MUTANTS = (
         "        allocator = _without_passed(allocator)\n",
         "        pass\n",
         "tests/test_padding.py::group and not Attention",
+        "ids",
     ),
     Mutant(
         "latents: a higher logit of the other warpgroup",
@@ -1470,6 +1557,7 @@ MUTANTS = (
         "pl.when(self._is_partial(i))(lambda: self._zero_unseen(i, values))",
         "",
         "tests/kernels/test_latent_many_heads.py::test_blocks",
+        "masks",
     ),
     Mutant(
         "latents: weights of the other warpgroup are not waited for",
@@ -1484,6 +1572,7 @@ MUTANTS = (
         "packed_positions(starts, call.lengths, tokens=tokens) + 1 if",
         "packed_positions(starts, call.lengths, tokens=tokens) + 2 if",
         "tests/kernels/test_latent_many_heads.py::test_packed_tokens",
+        "ids",
     ),
     Mutant(
         "kernels: tiles of a plan overflow",
@@ -1491,6 +1580,7 @@ MUTANTS = (
         "2**30 // seqs",
         "2**30",
         "tests/kernels/test_plan.py::breaks_a_plan",
+        "counts",
     ),
     Mutant(
         "kernels: a window of one more",
@@ -1498,6 +1588,7 @@ MUTANTS = (
         "visible = jnp.logical_and(visible, distance < walk.window)",
         "visible = jnp.logical_and(visible, distance <= walk.window)",
         "tests/kernels/test_paged_decode.py::test_options and window and not partitions",
+        "masks",
     ),
     Mutant(
         "kernels: a query sees its siblings",
@@ -1505,6 +1596,7 @@ MUTANTS = (
         "jnp.logical_or(word_of != word, bit == 1)",
         "jnp.logical_or(word_of >= word, bit == 1)",
         "tests/kernels/test_tree_masks.py::no_tree",
+        "masks",
     ),
     Mutant(
         "kernels: past the end partials count twice",
@@ -1512,6 +1604,7 @@ MUTANTS = (
         "jnp.where(index < end, 0.0, LOWEST)",
         "jnp.where(index < end, 0.0, 0.0)",
         "tests/kernels/test_paged_decode.py::more_partitions_than",
+        "counts",
     ),
     Mutant(
         "kernels: all heads with the first one's scale",
@@ -1526,6 +1619,7 @@ MUTANTS = (
         "seen = tokens < self.length",
         "seen = tokens <= self.length",
         "tests/kernels/test_paged_decode.py::test_options and plain and not partitions",
+        "masks",
     ),
 )
 

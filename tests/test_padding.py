@@ -25,8 +25,8 @@ from jaxpaged._modules import find_positions
 
 BLOCKS = dict(num_blocks=24, block_size=4)
 HEADS, KV_HEADS, HEAD_DIM, FEATURES = 4, 2, 8, 64
-ROOT, Q_LEN = 4, 5  # tokens that the first and the last sequence begin with; rows of a sequence in a padded call
-HISTORY = (2, 0, 5, 3)  # tokens after the root
+ROOT, Q_LEN = 4, 5  # tokens that the first two sequences begin with; rows of a sequence in a padded call
+HISTORY = (2, 3, 5, 0)  # tokens after the root
 IS_WRITTEN = (True, True, False, True)  # whether a sequence gets new tokens
 FREQUENCIES = jaxpaged.rotary_frequencies(HEAD_DIM)
 PARENTS = (-1, 0, 0)  # in a tree of new tokens
@@ -44,7 +44,9 @@ class Case:
     can_be_packed: bool = True
 
 
-def function(attention: Callable[..., jax.Array] = attend, *, rotary: Any = None, plan=False, tree=False, **options):
+def function(
+    attention: Callable[..., jax.Array] = attend, *, rotary: Any = None, plan=False, tree=False, groups=False, **options
+):
     """The functions of the library, on q, k and v in x."""
 
     def call(x, cache, allocator, slots, *, count, query_starts=None):
@@ -57,6 +59,8 @@ def function(attention: Callable[..., jax.Array] = attend, *, rotary: Any = None
         own = dict(options)
         if query_starts is not None:
             own["query_starts"] = query_starts
+        if groups:
+            own["prefix_groups"] = find_groups(allocator, slots, query_starts)
         if plan:
             own["plan"] = jaxpaged.plan_partitions(allocator.lengths, num_kv_heads=KV_HEADS, q_len=slots.shape[1])
         if tree:
@@ -66,6 +70,10 @@ def function(attention: Callable[..., jax.Array] = attend, *, rotary: Any = None
         return cache, attention(q, cache, allocator, **own)
 
     return call
+
+
+def find_groups(allocator: BlockAllocator, slots: jax.Array, query_starts: jax.Array | None) -> Any:
+    return allocator.prefix_groups(slots.shape[-1], query_starts=query_starts)
 
 
 def of_pool(attention: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,15 +108,16 @@ def in_a_stack(call: Call) -> Call:
     return in_layer
 
 
-def module(settings: AttentionSettings | LatentSettings, package: Any = jaxpaged.nnx, **options) -> Call:
+def module(settings: AttentionSettings | LatentSettings, package: Any = jaxpaged.nnx, *, groups=False) -> Call:
     name = "LatentAttention" if isinstance(settings, LatentSettings) else "PagedAttention"
 
-    def call(*args, count, query_starts=None):
+    def call(x, cache, allocator, slots, *, count, query_starts=None):
         layer = getattr(jaxpaged.nnx, name)(FEATURES, settings, rngs=nnx.Rngs(0))
         if package is jaxpaged.linen:
             variables = {"params": nnx.to_pure_dict(nnx.state(layer, nnx.Param))}
             layer = functools.partial(getattr(package, name)(settings).apply, variables)
-        return layer(*args, query_starts=query_starts, **options)
+        options = dict(prefix_groups=find_groups(allocator, slots, query_starts)) if groups else {}
+        return layer(x, cache, allocator, slots, query_starts=query_starts, **options)
 
     return call
 
@@ -134,7 +143,7 @@ CASES = {
     "options": Case(function(logits_soft_cap=2.0, sinks=PER_HEAD, alibi_slopes=PER_HEAD, num_partitions=2)),
     "window": Case(function(sliding_window=3)),
     "group with a window": Case(function(sliding_window=3), window=3),
-    "shared prefix": Case(function(shared_prefix=ROOT)),
+    "shared prefix": Case(function(groups=True)),
     "plan": Case(function(plan=True), can_be_packed=False),
     "tree": Case(function(tree=True), can_be_packed=False),
     "layer, int8": Case(in_a_stack(function()), INT8),
@@ -155,7 +164,7 @@ CASES = {
     "nnx.LatentAttention, layer, rotary numbers in two": Case(
         in_a_stack(module(latent())), LATENT | INT8 | dict(head_dim=24)
     ),
-    "nnx.LatentAttention, shared prefix": Case(module(latent(), shared_prefix=ROOT), LATENT),
+    "nnx.LatentAttention, shared prefix": Case(module(latent(), groups=True), LATENT),
     "nnx.LatentAttention, group with a window": Case(module(latent(sliding_window=3)), LATENT, window=3),
 }
 
@@ -166,7 +175,7 @@ def append_all(window: int | None, count: int) -> tuple[BlockAllocator, jax.Arra
     windows = (None,) if window is None else (None, window)
     allocator = BlockAllocator.create(**BLOCKS, num_seqs=4, max_blocks_per_seq=4, windows=windows)
     allocator, _, _ = allocator.append(jnp.asarray([ROOT, 0, 0, 0]), q_len=ROOT)
-    allocator, _, _ = allocator.fork(jnp.asarray([-1, -1, -1, 0]))
+    allocator, _, _ = allocator.fork(jnp.asarray([-1, 0, -1, -1]))
     before, _, _ = allocator.append(jnp.asarray(HISTORY), q_len=Q_LEN)
     positions = before.positions(ROOT + Q_LEN)
     old_slots = before.slots(jnp.broadcast_to(jnp.arange(4)[:, None], positions.shape), positions)
@@ -199,7 +208,7 @@ def results(name: str, x: jax.Array, before: BlockAllocator, old_slots: jax.Arra
     """The outputs of the new tokens and the cache: without padding, padded, and packed."""
     case, which = CASES[name], np.flatnonzero(IS_WRITTEN)
     call, count, last = functools.partial(case.call, count=case.count), case.count, after.num_groups - 1
-    old, counts = np.add([ROOT, 0, 0, ROOT], HISTORY), count * np.asarray(IS_WRITTEN)
+    old, counts = np.add([ROOT, ROOT, 0, 0], HISTORY), count * np.asarray(IS_WRITTEN)
     x = x.at[:, :ROOT].set(x[:1, :ROOT])
 
     sizes = dict(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype="float32") | case.cache

@@ -38,7 +38,7 @@ from jaxpaged import (
 )
 from jaxpaged._attention import xla
 from jaxpaged._by_kernel import by_kernel
-from tests.cases import make_case
+from tests.cases import find_groups, make_case
 from tests.compiled import collectives
 
 POOL = P(None, None, "devices")
@@ -113,10 +113,17 @@ def test_a_plan_is_for_sequences_on_every_device():
         plan_partitions(lengths, num_kv_heads=4)
 
 
-def test_one_shared_prefix_is_that_of_the_sequences_of_each_device():
-    arrays = put(CASE.arrays, OVER_SEQS, make_mesh(2))
-    ours = paged_attention(*arrays, shared_prefix=jnp.array([16]), **CASE.options)
-    np.testing.assert_allclose(ours, paged_attention(*CASE.arrays, **CASE.options), atol=1e-6)
+def test_prefix_groups_are_the_same_on_every_device():
+    tables = CASE.block_tables.at[2:, 0].set(CASE.block_tables[2, 0])
+    case = CASE.replace(block_tables=tables)
+    groups = find_groups(case)
+    assert groups.num_blocks.any()
+    arrays = put(case.arrays, OVER_HEADS, make_mesh(2))
+    ours = paged_attention(*arrays, prefix_groups=groups, **case.options)
+    np.testing.assert_allclose(ours, paged_attention(*case.arrays, **case.options), atol=1e-6)
+    arrays = put(case.arrays, OVER_SEQS, make_mesh(2))
+    with pytest.raises(ValueError, match=r"prefix_groups is for .* got q sharded as P\('devices', .* jax\.shard_map"):
+        paged_attention(*arrays, prefix_groups=groups, **case.options)
 
 
 def opaque(a, *, num_partitions):

@@ -136,7 +136,7 @@ def shared(points: Points) -> str:
     for name, text in SHARED.items():
         together, alone = (found[f"32/8 {name}{flag}"]["us"] for flag in ("", " alone=1"))
         rows.append([text, us(alone), us(together), f"{together / alone:.2f}"])
-    return table(("sequences x (shared + own)", "each by itself", "`shared_prefix`", "ratio"), rows)
+    return table(("sequences x (shared + own)", "each by itself", "read once", "ratio"), rows)
 
 
 def portable(points: Points) -> str:

@@ -41,8 +41,8 @@ from benchmarks.harness import (
     slope_microseconds,
 )
 from benchmarks.kernels import peers
-from benchmarks.kernels.points import LATENT_SCALE, SETS, Inputs, Point, input_shapes, make_inputs, parse
-from jaxpaged import paged_attention, paged_attention_reference, tree_mask
+from benchmarks.kernels.points import LATENT_SCALE, SETS, Inputs, Point, input_shapes, make_inputs, parse, point_tables
+from jaxpaged import BlockAllocator, paged_attention, paged_attention_reference, tree_mask
 
 MAX_CHECKED = 4  # sequences of a point that are compared with the reference
 AT_ONCE = 12  # points that are compiled together
@@ -99,6 +99,17 @@ class Programs:
     peers: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+def prefix_groups(point: Point) -> Any:
+    allocator = BlockAllocator.create(
+        num_blocks=point.cache_shape[0],
+        block_size=point.block_size,
+        num_seqs=len(point.lengths),
+        max_blocks_per_seq=point.max_blocks,
+    )
+    tables, lengths = jnp.asarray(point_tables(point)), jnp.asarray(point.lengths, jnp.int32)
+    return dataclasses.replace(allocator, block_tables=tables, lengths=lengths).prefix_groups(point.q_len)
+
+
 def compile_judges(point: Point) -> dict[Any, Any]:
     """Jobs for `compile_all`, by (point, what): the reference of a few sequences, and the floor."""
     shapes = input_shapes(point)
@@ -121,7 +132,7 @@ def compile_judges(point: Point) -> dict[Any, Any]:
 def compile_point(point: Point, peer_names: list[str], **options: Any) -> dict[Any, Any]:
     """Jobs for `compile_all`, by (point, what)."""
     if point.shared and not point.alone:
-        options["shared_prefix"] = np.full(point.groups, point.shared)
+        options["prefix_groups"] = prefix_groups(point)
     jobs = compile_judges(point)
     jobs[point, "ours"] = lambda: compile_chain(point, functools.partial(paged_attention, **options))
     for name in peer_names:

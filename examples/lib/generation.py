@@ -122,7 +122,7 @@ def prefill(
     return accept(state, ok, logits, eos_ids, sampling)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "eos_ids", "sampling"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("graph", "eos_ids", "sampling", "share_reads"), donate_argnames="state")
 def decode(
     graph: nnx.GraphDef,
     weights: nnx.State,
@@ -130,7 +130,7 @@ def decode(
     num_steps: jax.Array,
     eos_ids: tuple[int, ...],
     sampling: Sampling,
-    shared_prefix: Any = None,  # as in `jaxpaged.paged_attention`
+    share_reads: bool = False,  # read blocks that sequences begin with once for all of them
 ) -> Generation:
     """Up to `num_steps` more tokens for every running sequence."""
     model = nnx.merge(graph, weights)
@@ -143,7 +143,8 @@ def decode(
         i, state = carry
         state, slots, advanced = claim(state, state.running.astype(jnp.int32))
         last = jnp.take_along_axis(state.tokens, jnp.maximum(state.num_tokens - 1, 0)[:, None], axis=1)[:, 0]
-        step = jaxpaged.AttentionStep.create(state.allocator, slots[:, 0], prefix_groups=shared_prefix)
+        groups = state.allocator.prefix_groups() if share_reads else None
+        step = jaxpaged.AttentionStep.create(state.allocator, slots[:, 0], prefix_groups=groups)
         caches, x = model(last, state.caches, step)
         state = dataclasses.replace(state, caches=caches)
         return i + 1, accept(state, advanced, model.logits(x), eos_ids, sampling)
@@ -187,21 +188,20 @@ def run_generation(
         return result
 
     shared = None if prefix is None else Prefix.create(prefix, state.allocator)
-    shared_prefix = None if prefix is None else jnp.int32(len(prefix))
     padded = pad_prompts(prompts, num_cached=0 if prefix is None else len(prefix))
     num_steps = jnp.int32(steps_at_once)
     if mesh is not None:
-        padded, shared, shared_prefix, num_steps = replicate(mesh, (padded, shared, shared_prefix, num_steps))
+        padded, shared, num_steps = replicate(mesh, (padded, shared, num_steps))
     run_prefill, run_decode = (program if mesh is None else on_mesh(mesh, program) for program in (prefill, decode))
     first = timed("compile", run_prefill.lower(graph, weights, state, padded, shared, eos_ids, sampling).compile)
-    arguments = graph, weights, state, num_steps, eos_ids, sampling, shared_prefix
+    arguments = graph, weights, state, num_steps, eos_ids, sampling, prefix is not None
     more = timed("compile", run_decode.lower(*arguments).compile)
     for name, program in (("prefill", first), ("decode", more)):
         timing.attention[name] = "mosaic_gpu" if "mosaic_gpu" in program.as_text() else "xla"
     state = timed("prefill", first, weights, state, padded, shared)
     look(state)
     while bool(state.running.any()):
-        state = timed("decode", more, weights, state, num_steps, shared_prefix)
+        state = timed("decode", more, weights, state, num_steps)
         look(state)
     return state, timing
 

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpaged._allocator import inspection, sharing
+from jaxpaged._allocator import inspection, prefix_groups, sharing
 from jaxpaged._allocator.block_pool import BlockPool
+from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._allocator.sharing import Copies
 from jaxpaged._allocator.state import AllocatorState, Window, checked_windows
 from jaxpaged._debug import check_range
@@ -138,6 +139,57 @@ class BlockAllocator(AllocatorState):
     @one_program("q_len")
     def _positions(self, q_len: int) -> jax.Array:
         return self.lengths[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None]
+
+    def prefix_groups(self, q_len: int = 1, *, query_starts: ArrayLike | None = None) -> PrefixGroups:
+        """Sequences that begin with the same blocks, for `prefix_groups` of `paged_attention`.
+
+        It compares the block ids of neighbouring rows, and only full blocks without new tokens are shared. Rows that
+        can share blocks should be neighbours; a row without tokens between them does no harm. If m sequences begin with
+        the same n blocks, each skips reading n - n / m of them; a sequence joins the group that saves it the most.
+
+        Call it in each step, after the `append`: the groups hold for that step only.
+
+        Args:
+            q_len: query tokens of each sequence.
+            query_starts: of packed query tokens, int32 `[seqs + 1]`, as in `paged_attention`; `q_len` is then unused.
+
+        Returns:
+            The groups. If the allocator's group of layers has a window, they are empty.
+
+        Raises:
+            ValueError: several groups of layers: call it on `allocator.group(i)`. `query_starts` of another shape.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxpaged
+            >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=2, num_seqs=3, max_blocks_per_seq=4)
+            >>> allocator, *_ = allocator.append(jnp.array([5, 0, 0]), q_len=5)
+            >>> allocator, copies, ok = allocator.fork(jnp.array([-1, 0, 0]))
+            >>> allocator, slots, ok = allocator.append(jnp.array([1, 1, 1]))
+            >>> allocator.prefix_groups().num_blocks.tolist()
+            [2, 2, 2]
+        """
+        if self.num_groups > 1:
+            raise ValueError(f"the allocator has {self.num_groups} groups; call it on allocator.group(i).")
+        starts = None if query_starts is None else as_int32(query_starts)
+        num_seqs = self.lengths.shape[0]
+        if starts is not None and (starts.shape != (num_seqs + 1,) or starts.dtype != jnp.int32):
+            raise ValueError(
+                f"query_starts must be int32 [{num_seqs + 1}], one more than sequences; got {starts.dtype} "
+                f"{list(starts.shape)}."
+            )
+        return self._prefix_groups(checked_size("q_len", q_len), starts)
+
+    @one_program("q_len")
+    def _prefix_groups(self, q_len: int, starts: jax.Array | None) -> PrefixGroups:
+        if starts is None:
+            starts = jnp.arange(self.lengths.shape[0] + 1, dtype=jnp.int32) * q_len
+            is_empty = self.lengths == 0
+        else:
+            is_empty = starts[1:] <= starts[:-1]
+        num_full = jnp.maximum(self.lengths - jnp.diff(starts), 0) // self.block_size
+        if self.windows[0] is not None:  # passed entries may be any number, and attention with a window shares nothing
+            num_full = jnp.zeros_like(num_full)
+        return prefix_groups.find(self.block_tables, num_full, is_empty, starts)
 
     def slots(self, seqs: ArrayLike, positions: ArrayLike) -> jax.Array:
         """Slots of packed tokens of several sequences.

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._attention.attend import attend
 from jaxpaged._attention.choose import Implementation
 from jaxpaged._attention.plan import check_partitions, plan_step
 from jaxpaged._attention.runs import packed_positions
-from jaxpaged._attention.shared_prefix import PrefixGroups
 from jaxpaged._attention.writes import note_write
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer, pools_of
@@ -255,7 +255,7 @@ class AttentionStep:
             self.allocator,
             query_starts=self.query_starts,
             tree_mask=self.tree_mask,
-            shared_prefix=self.prefix_groups,
+            prefix_groups=self.prefix_groups,
             plan=self.plan if follows else None,
             **options,
         )

@@ -33,7 +33,7 @@ class Explanation:
     config: Any  # the kernel's `Config`; None for "xla"
     # Into how many partitions each sequence is cut: "plan": by its length. None for "xla".
     num_partitions: int | Literal["plan"] | None
-    # With a shared prefix: the call on the shared blocks, and this one is on the others.
+    # With prefix groups: the call on the shared blocks, and this one is on the others.
     shared: Explanation | None = None
 
     def __str__(self) -> str:
@@ -102,9 +102,9 @@ cache_dtype=float32, q_dtype=bfloat16.
         traced = iter(arrays)
         given = [next(traced) if array else leaf for array, leaf in zip(is_array, leaves, strict=True)]
         arguments, named = jax.tree.unflatten(tree, given)
-        prefix = named.pop("shared_prefix", None)
+        groups = named.pop("prefix_groups", None)
         call, known = check(arguments, **named)
-        parts = None if prefix is None else split(call, prefix)
+        parts = None if groups is None else split(call, groups)
         found.extend(_explanation(part, known, on) for part in ([call] if parts is None else parts[:2]))
 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, array in zip(leaves, is_array, strict=True) if array]

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._attention.call import Call, CallKeywords, check_call
 from jaxpaged._attention.choose import Implementation, Known
 from jaxpaged._attention.options import known_int
 from jaxpaged._attention.plan import check_partitions
 from jaxpaged._attention.run import attend
-from jaxpaged._attention.shared_prefix import PrefixGroups
 from jaxpaged._on_shards import on_shards
 from pallas_kernels.decode.partition_plan import PartitionPlan
 
@@ -34,7 +34,7 @@ class ContextKeywords(TypedDict, total=False):
 class AttentionKeywords(CallKeywords, total=False):
     """The options that every caller of `paged_attention` passes on."""
 
-    shared_prefix: ArrayLike | PrefixGroups | None
+    prefix_groups: PrefixGroups | None
     num_partitions: int | None
     implementation: Implementation | None
 
@@ -81,7 +81,7 @@ def paged_attention(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     tree_mask: ArrayLike | None = None,
-    shared_prefix: ArrayLike | PrefixGroups | None = None,
+    prefix_groups: PrefixGroups | None = None,
     latent_values: int | None = None,
     num_partitions: int | None = None,
     return_lse: bool = False,
@@ -134,12 +134,9 @@ def paged_attention(
             position in its branch, so that windows and ALiBi work as they would on the branch alone. Give the same
             positions to the rotary embedding. "mosaic_gpu" takes a tree of up to 64 rows, `q_len * heads / kv_heads`,
             of a latent cache fewer, without a window and ALiBi.
-        shared_prefix: int or int32 `[]`, in tokens: all sequences begin with the same blocks, which these tokens fill.
-            They are then read once for all sequences. Or `[groups]`, for each run of seqs / groups sequences. It
-            only decides what is computed together: a sequence that has other blocks or new tokens there is computed by
-            itself, and so is every sequence with a window or ALiBi. Results differ by rounding: the two parts of an
-            output are rounded to q's dtype before they are added up. It may be traced; a number lets "mosaic_gpu"
-            choose its partitions for it. An engine passes its own `PrefixGroups`.
+        prefix_groups: what `BlockAllocator.prefix_groups` returns after the `append`: blocks that several sequences
+            begin with are then read once for all of them. With a window or ALiBi every sequence reads its own blocks.
+            Results differ by rounding: the two parts of an output are rounded to q's dtype before they are added up.
         latent_values: for a latent cache, whose values are the first `latent_values` numbers of the keys: multi-head
             latent attention. q is absorbed, `[..., heads, latent + rotary]`, and the output `[..., heads, latent]`.
             Pass `cache.latent_values`, and `scale`, which does not follow from the width.
@@ -191,7 +188,7 @@ def paged_attention(
         k_scale=k_scale,
         v_scale=v_scale,
         tree_mask=tree_mask,
-        shared_prefix=shared_prefix,
+        prefix_groups=prefix_groups,
         latent_values=latent_values,
         num_partitions=num_partitions,
         return_lse=return_lse,
@@ -208,7 +205,7 @@ def planned_attention(
     lengths: ArrayLike,
     *,
     plan: PartitionPlan | None = None,
-    shared_prefix: ArrayLike | PrefixGroups | None = None,
+    prefix_groups: PrefixGroups | None = None,
     num_partitions: int | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
@@ -222,7 +219,7 @@ def planned_attention(
         implementation=implementation,
         **options,
     )
-    out, lse = attend(call, known, plan, shared_prefix)
+    out, lse = attend(call, known, plan, prefix_groups)
     if options.get("query_starts") is None and jnp.ndim(q) == 3:
         out, lse = out[:, 0], lse[:, 0]
     return (out, lse) if return_lse else out

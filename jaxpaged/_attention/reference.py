@@ -54,7 +54,7 @@ def paged_attention_reference(
     """What `paged_attention` must compute, in float32 at the highest precision.
 
     It takes the arguments and options of `jaxpaged.paged_attention`, except those that only say how to compute it:
-    `implementation`, `num_partitions`, `plan` and `shared_prefix`. It is meant for tests: it gathers the whole table of
+    `implementation`, `num_partitions`, `plan` and `prefix_groups`. It is meant for tests: it gathers the whole table of
     every sequence and holds `[seqs, heads, q_len, max_blocks * block_size]` logits.
 
     Returns:

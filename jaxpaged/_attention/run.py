@@ -6,15 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
+from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._attention import xla
 from jaxpaged._attention.call import Call
 from jaxpaged._attention.choose import Choice, Known
 from jaxpaged._attention.decide import decide, tell
 from jaxpaged._attention.launch import Results, launch
 from jaxpaged._attention.merge import merge_attention
-from jaxpaged._attention.shared_prefix import PrefixGroups, split
+from jaxpaged._attention.shared_prefix import split
 from jaxpaged._by_kernel import by_kernel
 from pallas_kernels.decode import partition_plan
 from pallas_kernels.decode.partition_plan import PartitionPlan
@@ -27,11 +27,9 @@ PARTITIONED = (
 )
 
 
-def attend(
-    call: Call, known: Known, plan: PartitionPlan | None, shared_prefix: ArrayLike | PrefixGroups | None
-) -> Results:
+def attend(call: Call, known: Known, plan: PartitionPlan | None, prefix_groups: PrefixGroups | None) -> Results:
     """The call by a kernel or by XLA; blocks that sequences share are read once."""
-    parts = None if shared_prefix is None else split(call, shared_prefix)
+    parts = None if prefix_groups is None else split(call, prefix_groups)
     if parts is None:
         return _attend(call, known, plan)
     shared, rest, takes_part = parts

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
-from jaxpaged._attention.shared_prefix import PrefixGroups
+from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._scheduler.arrays import first_marked, rows_of
 from jaxpaged._scheduler.records import Step
 

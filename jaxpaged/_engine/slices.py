@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._attention.attention_step import AttentionStep
-from jaxpaged._attention.shared_prefix import PrefixGroups
 from jaxpaged._attention.writes import watch_writes
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._engine.drafting import Draft, drafted

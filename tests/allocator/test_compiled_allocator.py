@@ -50,6 +50,7 @@ OPERATIONS = {
     "fork": (on_allocator("fork"), (COUNTS,), 90),
     "fork, replace": (on_allocator("fork", replace=True), (COUNTS,), 120),
     "rollback": (on_allocator("rollback"), (COUNTS,), 90),
+    "prefix_groups": (lambda a, p: (a, p, a.prefix_groups()), (), 60),
     "match_prefix": (match_prefix, (TOKENS, COUNTS), 80),
     "insert": (insert, (TOKENS,), 260),
 }

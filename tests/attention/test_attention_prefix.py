@@ -1,4 +1,4 @@
-"""`shared_prefix`: blocks that sequences begin with are attended to once, and the results are those without."""
+"""`prefix_groups`: blocks that sequences begin with are attended to once, and the results are those without."""
 
 import dataclasses
 import functools
@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 
 from jaxpaged import paged_attention, plan_partitions, tree_mask
+from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._attention import run, shared_prefix, xla
 from jaxpaged._attention.runs import cut_uniform, join_uniform
-from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, within_budget
+from tests.cases import OPTIONS, assert_lse, assert_within_budget, find_groups, make_case, within_budget
 from tests.kernels.interpret import make_call
 from tests.kernels.prefill import packed
 
-# Two groups of four that share 32 tokens. Of the first, one is empty; of the second, one has its new token in the last
-# of them, and one has other blocks.
+# Groups of three and of two sequences share 32 tokens. Of the others one is empty, one has its new token in these
+# blocks, and one has other blocks.
 LENGTHS = (0, 40, 45, 80, 32, 33, 70, 50)
-PREFIX, GROUPS, SHARING = 39, 2, (1, 2, 3, 5, 6)  # rounded down to two blocks
+SHARING = (1, 2, 3, 5, 6)
 
 
 def shared_case(**shape):
@@ -34,8 +35,9 @@ def attend(*arrays, **options):
     return paged_attention(*arrays, **options, return_lse=True)
 
 
-def check(case, prefix, **how):
-    out, lse = attend(*case.arrays, **case.options, shared_prefix=prefix, **how)
+def check(case, groups=None, **how):
+    groups = find_groups(case) if groups is None else groups
+    out, lse = attend(*case.arrays, **case.options, prefix_groups=groups, **how)
     assert out.dtype == case.q.dtype
     assert_within_budget(case, out)
     assert_lse(case, lse)
@@ -43,12 +45,12 @@ def check(case, prefix, **how):
 
 @pytest.mark.parametrize("name", ["plain", "sinks"])
 def test_options(name):
-    check(shared_case(options=OPTIONS[name]), jnp.full(GROUPS, PREFIX, jnp.int32))
+    check(shared_case(options=OPTIONS[name]))
 
 
 # Those that share come first, and no sequence is in the second and fourth group.
 SORTED = (1, 2, 3, 5, 6, 0, 4, 7)
-OF_ENGINE = shared_prefix.PrefixGroups(
+OF_ENGINE = PrefixGroups(
     starts=jnp.array([0, 3, 3, 5, 5], jnp.int32),
     first=jnp.array([0, 0, 3, 7], jnp.int32),
     num_blocks=jnp.array([2, 2, 2, 2, 2, 0, 0, 0], jnp.int32),
@@ -70,7 +72,7 @@ def test_packed_groups_of_an_engine():
     q, starts = packed(case.q, counts), jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
     q = jnp.asarray(np.concatenate([q, np.full_like(q[:3], np.nan)]))
     groups = dataclasses.replace(OF_ENGINE, starts=jnp.array([0, 9, 9, 13, 13], jnp.int32))
-    out, lse = attend(q, *case.arrays[1:], query_starts=starts, shared_prefix=groups)
+    out, lse = attend(q, *case.arrays[1:], query_starts=starts, prefix_groups=groups)
     expected, expected_lse = attend(q, *case.arrays[1:], query_starts=starts)
     np.testing.assert_allclose(out, expected, atol=3e-6)
     np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
@@ -88,33 +90,62 @@ def test_what_groups_of_an_engine_compute_once():
 
 @pytest.mark.parametrize("shape", [dict(q_len=3), dict(dtype=jnp.bfloat16)], ids=str)
 def test_rows(shape):
-    check(shared_case(**shape), jnp.full(GROUPS, PREFIX, jnp.int32), num_partitions=2)
+    check(shared_case(**shape), num_partitions=2)
 
 
 def test_8_bit_caches():
-    case = shared_case(cache_dtype=jnp.int8, scale_shape="token_head")
-    check(case, jnp.full(GROUPS, PREFIX, jnp.int32))
+    check(shared_case(cache_dtype=jnp.int8, scale_shape="token_head"))
 
 
-@pytest.mark.parametrize("prefix", [(32, 48), 2**40])
-def test_a_known_number(prefix):
-    """Of the first group no sequence but the longest has 48 tokens."""
+def test_groups_beyond_what_sequences_have():
+    """They are clamped, so that nothing outside the tables is read."""
     case = shared_case()
-    out = paged_attention(*case.arrays, shared_prefix=np.asarray(prefix))
-    assert_within_budget(case, out)
+    case = case.replace(k_cache=jnp.nan_to_num(case.k_cache), v_cache=jnp.nan_to_num(case.v_cache))
+    far = PrefixGroups(jnp.array([0, 4, 99]), jnp.array([3, 99]), jnp.full(8, 2**31 - 1))
+    out, _ = attend(*case.arrays, prefix_groups=far)
+    assert np.isfinite(out).all()
 
 
 def test_a_plan():
     case = shared_case()
-    plan = plan_partitions(case.lengths, num_kv_heads=2)
-    assert_within_budget(case, paged_attention(*case.arrays, shared_prefix=PREFIX, plan=plan))
+    groups = find_groups(case)
+    plan = plan_partitions(case.lengths - 16 * groups.num_blocks, num_kv_heads=2)
+    assert_within_budget(case, paged_attention(*case.arrays, prefix_groups=groups, plan=plan))
+
+
+def test_packed_groups():
+    """Sequences without new tokens are in no group's way."""
+    counts, case = (0, 2, 0, 7, 1, 3, 2, 4), shared_case(q_len=7)
+    starts = jnp.asarray(np.cumsum([1, *counts]), jnp.int32)  # a row of padding comes first
+    nan = np.full_like(case.q[0, :1], np.nan)
+    q = jnp.asarray(np.concatenate([nan, packed(case.q, counts), nan]))
+    groups = find_groups(case, query_starts=starts)
+    assert groups.num_blocks.tolist() == [0, 2, 0, 2, 1, 1, 1, 0]
+    out, lse = attend(q, *case.arrays[1:], query_starts=starts, prefix_groups=groups)
+    expected, expected_lse = attend(q, *case.arrays[1:], query_starts=starts)
+    np.testing.assert_allclose(out, expected, atol=3e-6)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
+
+
+def test_an_empty_sequence_in_a_group():
+    """Its query may be NaN."""
+    case = shared_case()
+    case = case.replace(lengths=case.lengths.at[2].set(0), q=case.q.at[2].set(jnp.nan))
+    groups = find_groups(case)
+    assert groups.starts[:2].tolist() == [0, 4]
+    assert groups.num_blocks.tolist() == [0, 2, 0, 2, 0, 2, 2, 0]
+    out, lse = attend(*case.arrays, prefix_groups=groups)
+    expected, expected_lse = attend(*case.arrays)
+    np.testing.assert_allclose(out, expected, atol=3e-6)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["window", "alibi"])
 def test_what_counts_from_a_position_is_not_shared(name):
     case = shared_case(options=OPTIONS[name])
     plain, *outs = (
-        paged_attention(*case.arrays, **case.options, shared_prefix=prefix) for prefix in (None, PREFIX, OF_ENGINE)
+        paged_attention(*case.arrays, **case.options, prefix_groups=groups)
+        for groups in (None, find_groups(case), OF_ENGINE)
     )
     assert all((out == plain).all() for out in outs)
 
@@ -123,36 +154,35 @@ def test_a_tree():
     case = shared_case(q_len=3)
     mask = jnp.broadcast_to(tree_mask(jnp.array([-1, 0, 0])), (8, 3, 1))
     expected = attend(*case.arrays, tree_mask=mask)
-    got = attend(*case.arrays, tree_mask=mask, shared_prefix=jnp.full(GROUPS, PREFIX, jnp.int32))
+    got = attend(*case.arrays, tree_mask=mask, prefix_groups=find_groups(case))
     for x, y in zip(got, expected, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
 
 
 def test_nobody_shares():
-    """The sequences begin with other blocks. The call on the shared blocks reads none of the longest one's, whose last
-    slot is not used and holds NaN."""
-    cache = jnp.full((4, 4, 1, 8), jnp.nan).at[1:3].set(1.0)
-    arrays = jnp.ones((2, 1, 8)), cache, cache.at[3].set(2.0).at[3, 3].set(jnp.nan)
-    tables = jnp.array([[1, 3], [2, 3]], jnp.int32)
-    out = paged_attention(*arrays, tables, jnp.array([4, 3]), shared_prefix=8)
-    np.testing.assert_allclose(out, 1.0)
+    """The call on the shared blocks reads none."""
+    case = make_case(lengths=(20, 15))  # the second has no full block
+    groups = find_groups(case)
+    assert not groups.num_blocks.any()
+    shared, rest, shares = shared_prefix.split(make_call(case), groups)
+    assert not shared.lengths.any()
+    assert not shares.any()
+    assert (rest.lengths == case.lengths).all()
+    check(case)
 
 
 def test_what_is_computed_once():
     """Tables and lengths of the call on the shared blocks, and of that on the others."""
     case = shared_case()
-    a = make_call(case)
-    shared, rest, shares = shared_prefix.split(a, jnp.full(GROUPS, PREFIX, jnp.int32))
+    shared, rest, shares = shared_prefix.split(make_call(case), find_groups(case))
     assert np.flatnonzero(shares).tolist() == list(SHARING)
-    assert shared.q.shape == (GROUPS, 4, 6, 64)
-    assert shared.lengths.tolist() == [32, 32]
-    assert (shared.block_tables[:, :2] == case.block_tables[jnp.array([3, 6]), :2]).all()
+    assert shared.query_starts.tolist() == [0, 4, 5, 7, 8, 8]
+    assert shared.lengths.tolist() == [32, 0, 32, 0, 0]
+    assert (shared.block_tables[jnp.array([0, 2]), :2] == case.block_tables[jnp.array([3, 6]), :2]).all()
     assert rest.lengths.tolist() == [0, 8, 13, 48, 32, 1, 38, 50]
     for seq in SHARING:
         assert (rest.block_tables[seq, :3] == case.block_tables[seq, 2:]).all()
     assert (rest.block_tables[7] == case.block_tables[7]).all()
-    known, *_ = shared_prefix.split(a, np.full(GROUPS, PREFIX))
-    assert known.block_tables.shape == (GROUPS, 2)
 
 
 @pytest.mark.parametrize("wrong", ["shared blocks twice", "shared blocks left out"])
@@ -164,7 +194,7 @@ def test_a_wrong_result_is_noticed(wrong, monkeypatch):
         return merge(*parts[:2], *merge(*parts)) if wrong == "shared blocks twice" else parts[2:]
 
     monkeypatch.setattr(run, "merge_attention", merge_wrongly)
-    out = paged_attention(*case.arrays, shared_prefix=np.full(GROUPS, PREFIX))
+    out = paged_attention(*case.arrays, prefix_groups=find_groups(case))
     good = within_budget(case, out).all(axis=-1)
     assert np.flatnonzero(~good).tolist() == list(SHARING)
 
@@ -184,17 +214,29 @@ def test_tokens_folded_into_heads():
 def test_gradients():
     case = shared_case(q_len=3)  # the rows of the first sequence are padding
 
-    def loss(k_cache, prefix):
-        out = paged_attention(case.q.at[0].set(jnp.nan), k_cache, *case.arrays[2:], shared_prefix=prefix)
+    def loss(k_cache, groups):
+        out = paged_attention(case.q.at[0].set(jnp.nan), k_cache, *case.arrays[2:], prefix_groups=groups)
         return jnp.sin(out[1:]).sum()
 
-    got, wanted = (jax.grad(loss)(case.k_cache, prefix) for prefix in (np.full(GROUPS, PREFIX), None))
+    got, wanted = (jax.grad(loss)(case.k_cache, groups) for groups in (find_groups(case), None))
     assert np.isfinite(got).all()
     np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("prefix", [16.0, True, np.zeros((2, 1), np.int32), np.zeros(3, np.int32), ()])
-def test_errors(prefix):
-    case = shared_case()
-    with pytest.raises(ValueError, match=r"shared_prefix must be an int or int32 \[\] or \[groups\]"):
-        paged_attention(*case.arrays, shared_prefix=prefix)
+def of_shapes(*shapes):
+    return PrefixGroups(*(jnp.zeros(shape, jnp.int32) for shape in shapes))
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (32, r"prefix_groups must be what allocator.prefix_groups\(\) returns.*got int"),
+        (jnp.array([16, 32]), "prefix_groups must be what allocator.prefix_groups"),
+        (of_shapes(3, 2, 7), r"num_blocks \[seqs\] with seqs=8; got \[\[3\], \[2\], \[7\]\]"),
+        (of_shapes(2, 2, 8), r"starts \[groups \+ 1\], first \[groups\]"),
+        (of_shapes(1, 0, 8), r"starts \[groups \+ 1\], first \[groups\]"),
+    ],
+)
+def test_errors(groups, message):
+    with pytest.raises(ValueError, match=message):
+        paged_attention(*shared_case().arrays, prefix_groups=groups)

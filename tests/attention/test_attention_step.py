@@ -23,8 +23,8 @@ from jaxpaged import (
     tree_mask,
     write_kv,
 )
+from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._attention.plan import make_plan
-from jaxpaged._attention.shared_prefix import PrefixGroups
 
 BLOCKS = dict(num_blocks=16, block_size=4)
 SEQS, HEADS, KV_HEADS, HEAD_DIM = 3, 4, 2, 8

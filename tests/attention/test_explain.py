@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpaged import KVCache, explain, paged_attention, tree_mask
+from jaxpaged._allocator.prefix_groups import PrefixGroups
 
 
 def shape(*sizes, dtype=jnp.bfloat16):
@@ -95,10 +96,12 @@ def test_packed_tokens_and_a_shared_prefix():
     q, *rest = arrays()
     packed = explain(shape(100, 32, 128), *rest, query_starts=shape(9, dtype=jnp.int32), gpu="H100")
     assert packed.kernel == "paged_prefill"
-    whole = explain(q, *rest, shared_prefix=256, gpu="H100")
+    groups = PrefixGroups(shape(5, dtype=jnp.int32), shape(4, dtype=jnp.int32), shape(8, dtype=jnp.int32))
+    whole = explain(q, *rest, prefix_groups=groups, gpu="H100")
     assert whole.shared.config != whole.config
     assert whole.shared.shared is None
-    assert str(whole).count("the decode kernel") == 2
+    assert "the decode kernel" in str(whole)
+    assert "for the shared prefix mosaic_gpu: the prefill kernel" in str(whole)
 
 
 def test_the_text_names_kernel_partitions_and_configuration():

@@ -12,7 +12,15 @@ from jax.sharding import PartitionSpec as P
 import jaxpaged
 from jaxpaged import BlockAllocator, CacheLayer, KVCache, paged_attention
 from tests.attention.conformance import EIGHT_BITS, Conformance
-from tests.cases import OPTIONS, assert_within_budget, jitted_attention, jitted_reference, make_case, within_budget
+from tests.cases import (
+    OPTIONS,
+    assert_within_budget,
+    find_groups,
+    jitted_attention,
+    jitted_reference,
+    make_case,
+    within_budget,
+)
 
 LATENT = dict(kv_heads=1, head_dim=48, latent_values=32)
 
@@ -78,7 +86,9 @@ def test_packed_tokens_and_a_shared_prefix():
     starts = jnp.asarray([0, 3, 6], jnp.int32)
     out = paged_attention(packed, *case.arrays[1:], query_starts=starts, **case.options)
     assert_within_budget(case, out.reshape(2, 3, 6, 32))
-    assert_within_budget(case, paged_attention(*case.arrays, shared_prefix=16, **case.options))
+    groups = find_groups(case)
+    assert groups.num_blocks.tolist() == [1, 1]
+    assert_within_budget(case, paged_attention(*case.arrays, prefix_groups=groups, **case.options))
 
 
 def test_gradients_go_through_both_uses_of_the_latent():

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 from jaxpaged import AttentionSettings, AttentionStep, BlockAllocator, KVCache, SamplingParams, _device
+from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._attention import run
-from jaxpaged._attention.shared_prefix import PrefixGroups
 from jaxpaged._engine.defaults import chosen_least_spared
 from jaxpaged._engine.prefix_groups import SeatGroups, find_groups, sort_by_group
 from jaxpaged._scheduler.records import Step

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxpaged import paged_attention
-from jaxpaged._attention.shared_prefix import PrefixGroups
+from jaxpaged._allocator.prefix_groups import PrefixGroups
 from pallas_kernels.prefill import kernel
 from tests.attention.conformance import FAULTS
-from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, oracle, paired
+from tests.cases import OPTIONS, assert_lse, assert_within_budget, find_groups, make_case, oracle, paired
 from tests.kernels import prefill
 
 pytestmark = pytest.mark.gpu
@@ -196,25 +196,26 @@ def prefix_case(groups, **shape):
 
 
 @pytest.mark.parametrize(
-    ("shape", "known", "groups"),
+    ("shape", "is_wide", "groups"),
     [
-        (dict(options=OPTIONS["sinks"]), True, 4),
-        (dict(heads=16), False, 4),
-        (dict(q_len=4, head_dim=64), True, 1),
-        (dict(head_dim=120), True, 4),
-        (dict(head_dim=120), False, 1),
-        (dict(cache_dtype=jnp.float8_e4m3fn, scale_shape="token_head"), False, 4),
+        (dict(options=OPTIONS["sinks"]), False, 4),
+        (dict(heads=16), True, 4),
+        (dict(q_len=4, head_dim=64), False, 1),
+        (dict(head_dim=120), False, 4),
+        (dict(head_dim=120), True, 1),
+        (dict(cache_dtype=jnp.float8_e4m3fn, scale_shape="token_head"), True, 4),
     ],
     ids=str,
 )
-def test_a_shared_prefix(shape, groups, known):
-    """If it is known, by the decode kernel; if it may be as long as a wide table, by the prefill kernel in parts."""
+def test_a_shared_prefix(shape, groups, is_wide):
+    """It may be as long as the table is wide."""
     case = prefix_case(groups, **shape)
-    prefix = np.full(groups, 650, np.int32)
+    found = find_groups(case)
+    assert int((found.num_blocks >= 40).sum()) >= 28
     q, k_cache, v_cache, tables, lengths = case.arrays
-    if not known:
-        prefix, tables = jnp.asarray(prefix), jnp.pad(tables, ((0, 0), (0, 8192)), constant_values=-7)
-    named = dict(**case.options, shared_prefix=prefix, implementation="mosaic_gpu", return_lse=True)
+    if is_wide:
+        tables = jnp.pad(tables, ((0, 0), (0, 8192)), constant_values=-7)
+    named = dict(**case.options, prefix_groups=found, implementation="mosaic_gpu", return_lse=True)
     out, lse = paged_attention(q, k_cache, v_cache, tables, lengths, **named)
     assert_within_budget(case, out)
     assert_lse(case, lse)
@@ -228,7 +229,7 @@ def test_a_shared_prefix_as_an_engine_passes_it(members):
     starts = np.pad(np.cumsum([0, *members]), (0, 12), constant_values=30)
     first = np.minimum(starts[:-1], 29)
     prefix = PrefixGroups(*(jnp.asarray(x, jnp.int32) for x in (starts, first, [40] * 30 + [0] * 2)))
-    out, lse = paged_attention(*case.arrays, shared_prefix=prefix, implementation="mosaic_gpu", return_lse=True)
+    out, lse = paged_attention(*case.arrays, prefix_groups=prefix, implementation="mosaic_gpu", return_lse=True)
     assert_within_budget(case, out)
     assert_lse(case, lse)
 
@@ -239,6 +240,8 @@ def test_a_shared_prefix_of_packed_queries(head_dim):
     case = prefix_case(4, q_len=max(counts), head_dim=head_dim)
     q, starts = jnp.asarray(prefill.packed(case.q, counts)), jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
     how = dict(query_starts=starts, implementation="mosaic_gpu", return_lse=True)
-    out, lse = paged_attention(q, *case.arrays[1:], **how, shared_prefix=jnp.full(4, 640, jnp.int32))
+    groups = find_groups(case, query_starts=starts)
+    assert groups.num_blocks.any()
+    out, lse = paged_attention(q, *case.arrays[1:], **how, prefix_groups=groups)
     assert prefill.good_rows(case, counts, out).all()
     np.testing.assert_allclose(lse, prefill.packed(oracle(case)[1], counts), rtol=2e-3, atol=2e-3)

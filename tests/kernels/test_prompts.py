@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import explain
+from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._attention import launch, xla
 from jaxpaged._attention.choose import Known, by_decode, choose
 from jaxpaged._attention.run import run
@@ -167,12 +168,12 @@ def test_what_the_prefill_kernel_takes(shape, taken):
     assert (explanation.kernel == "paged_prefill") == taken
 
 
-@pytest.mark.parametrize(("max_blocks", "prefix", "num_parts"), [(528, 8192, 8), (528, 512, 2), (8192, None, 8)])
-def test_which_kernel_takes_a_shared_prefix(max_blocks, prefix, num_parts):
+@pytest.mark.parametrize(("max_blocks", "partitions", "num_parts"), [(32, 1, 2), (528, "plan", 8), (8192, "plan", 8)])
+def test_which_kernel_takes_a_shared_prefix(max_blocks, partitions, num_parts):
     arrays = shapes(seqs=64, q_len=1, heads=32, kv_heads=8, max_blocks=max_blocks)
-    num_tokens = jax.ShapeDtypeStruct((), jnp.int32) if prefix is None else prefix
-    explanation = explain(*arrays, shared_prefix=num_tokens, gpu="H100")
-    assert explanation.num_partitions == "plan"
+    groups = PrefixGroups(*(jax.ShapeDtypeStruct((size,), jnp.int32) for size in (33, 32, 64)))
+    explanation = explain(*arrays, prefix_groups=groups, gpu="H100")
+    assert explanation.num_partitions == partitions
     assert explanation.shared.kernel == "paged_prefill"
     assert (explanation.shared.config.causal, explanation.shared.num_partitions) == (False, num_parts)
 

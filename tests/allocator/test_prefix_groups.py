@@ -1,0 +1,132 @@
+"""`BlockAllocator.prefix_groups`: neighbouring rows that begin with the same full blocks."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged import BlockAllocator
+from jaxpaged._allocator.prefix_groups import PrefixGroups
+from tests.allocator.allocators import counts, make
+
+
+def allocator_of(rows, lengths=None):
+    """The blocks of each row, of 4 tokens, and its length: by default the blocks are full, and a new token follows."""
+    tables = np.zeros((len(rows), 6), np.int32)
+    for table, row in zip(tables, rows, strict=True):
+        table[: len(row)] = row
+    lengths = [4 * len(row) + 1 if row else 0 for row in rows] if lengths is None else lengths
+    allocator = BlockAllocator.create(num_blocks=64, block_size=4, num_seqs=len(rows), max_blocks_per_seq=6)
+    return dataclasses.replace(allocator, block_tables=jnp.asarray(tables), lengths=counts(*lengths))
+
+
+def found(rows, lengths=None, **which):
+    """(rows, blocks) of each group that shares something."""
+    return named(allocator_of(rows, lengths).prefix_groups(**which))
+
+
+def named(groups):
+    bounds = zip(groups.starts[:-1].tolist(), groups.starts[1:].tolist(), groups.first.tolist(), strict=True)
+    blocks = groups.num_blocks.tolist()
+    return [((begin, end), blocks[first]) for begin, end, first in bounds if begin < end and blocks[first]]
+
+
+def test_a_row_joins_the_group_that_saves_it_the_most():
+    """All begin with two blocks. Three share five, which saves each more."""
+    rows = [[1, 2, 20], [1, 2, 21], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 22]]
+    groups = allocator_of(rows).prefix_groups()
+    assert named(groups) == [((0, 2), 2), ((2, 5), 5)]
+    assert groups.num_blocks.tolist() == [2, 2, 5, 5, 5, 0]  # the last is alone
+    assert groups.starts.tolist() == [0, 2, 5, 6, 6]
+
+
+def test_rows_that_share_nothing_are_in_no_group():
+    assert found([[9], [1, 2], [1, 2], [7], [8], [3, 4], [3, 5]]) == [((1, 3), 2), ((5, 7), 1)]
+    assert found([[1, 2, 3], [4, 2, 3], [5]]) == []
+    assert found([[1], [2], [1]]) == []  # no neighbours
+    assert found([[1, 2]]) == found([[], []]) == []
+
+
+def test_rows_without_tokens_do_not_separate_others():
+    groups = allocator_of([[], [1, 2], [], [1, 3], [], [9], []]).prefix_groups()
+    assert named(groups) == [((0, 5), 1)]  # their queries count, and take no part
+    assert groups.num_blocks.tolist() == [0, 1, 0, 1, 0, 0, 0]
+    assert groups.first[:1].tolist() == [1]
+
+
+def test_a_block_with_a_new_token_is_not_shared():
+    assert found([[1, 2, 3]] * 2, [12, 12]) == [((0, 2), 2)]
+    assert found([[1, 2, 3]] * 2, [13, 13]) == [((0, 2), 3)]
+    assert found([[1, 2, 3]] * 2, [12, 12], q_len=4) == [((0, 8), 2)]
+    assert found([[1, 2, 3]] * 2, [12, 12], q_len=5) == [((0, 10), 1)]
+    assert found([[1, 2, 3]] * 2, [12, 12], q_len=12) == []
+
+
+def test_packed_rows():
+    rows = [[1, 2, 3], [1, 2, 4], [9], [1, 2, 5], [1, 2, 5]]
+    starts = counts(2, 4, 7, 7, 12, 13)  # the third has no new token
+    assert found(rows, query_starts=starts) == [((2, 13), 2)]
+    starts = counts(0, 6, 9, 10, 15, 16)
+    assert found(rows, query_starts=starts) == [((0, 9), 1), ((10, 16), 2)]
+
+
+def test_forks_share_their_full_blocks_until_they_end():
+    allocator, _, _ = make(10, 0, 0, 0).fork(counts(-1, 0, 0, 0))
+    allocator, _, _ = allocator.append(counts(1, 1, 1, 1))
+    step = jax.jit(BlockAllocator.prefix_groups)
+    assert named(step(allocator)) == [((0, 4), 2)]
+    assert named(step(allocator.free(jnp.array([False, True, False, False])))) == [((0, 4), 2)]
+    assert named(step(allocator.free(jnp.array([True, True, True, False])))) == []
+
+
+def test_random_tables():
+    """Members are neighbours, have the same blocks, all full and without a new token; groups follow one another."""
+    rng = np.random.default_rng(0)
+    num_grouped = 0
+    step = jax.jit(BlockAllocator.prefix_groups)
+    for _ in range(60):
+        rows = [rng.integers(1, 3, rng.choice([0, 3, 5])).tolist() for _ in range(9)]
+        allocator = allocator_of(rows, [max(4 * len(row) - int(rng.integers(0, 4)), 0) for row in rows])
+        groups = PrefixGroups(*map(np.asarray, (lambda g: (g.starts, g.first, g.num_blocks))(step(allocator))))
+        tables, full = np.asarray(allocator.block_tables), (np.asarray(allocator.lengths) - 1) // 4
+        assert (np.diff(groups.starts) >= 0).all()
+        assert groups.starts[-1] == 9
+        grouped = set()
+        for begin, end, first in zip(groups.starts[:-1], groups.starts[1:], groups.first, strict=True):
+            members = [row for row in range(begin, end) if groups.num_blocks[row]]
+            assert len(members) != 1
+            for row in members:
+                shared = groups.num_blocks[first]
+                assert groups.num_blocks[row] == shared <= full[row]
+                assert (tables[row, :shared] == tables[first, :shared]).all()
+            between = set(range(begin, end)) - set(members)
+            assert not members or all(not rows[row] for row in between)
+            grouped |= set(members)
+        assert grouped == set(np.flatnonzero(groups.num_blocks).tolist())
+        num_grouped += len(grouped)
+    assert num_grouped > 60
+
+
+def test_a_group_of_layers_with_a_window_shares_nothing():
+    allocator = BlockAllocator.create(num_blocks=20, block_size=4, num_seqs=2, max_blocks_per_seq=4, windows=(None, 8))
+    allocator, _, _ = allocator.append(counts(9, 0), q_len=9)
+    allocator, _, _ = allocator.fork(counts(-1, 0))
+    assert named(allocator.group(0).prefix_groups()) == [((0, 2), 2)]
+    assert named(allocator.group(1).prefix_groups()) == []
+    with pytest.raises(ValueError, match=r"the allocator has 2 groups; call it on allocator.group\(i\)"):
+        allocator.prefix_groups()
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        (dict(q_len=0), "q_len"),
+        (dict(query_starts=counts(0, 1)), r"query_starts must be int32 \[3\].*got int32 \[2\]"),
+        (dict(query_starts=jnp.zeros(3)), r"query_starts must be int32 \[3\].*got float32 \[3\]"),
+    ],
+)
+def test_errors(which, message):
+    with pytest.raises(ValueError, match=message):
+        make(1, 1).prefix_groups(**which)

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._attention.call import Call, CallKeywords, check_call
-from jaxpaged._attention.choose import Implementation, Known
+from jaxpaged._attention.choose import Implementation, StaticHints
 from jaxpaged._attention.options import known_int
 from jaxpaged._attention.plan import check_partitions
 from jaxpaged._attention.run import attend
@@ -212,14 +212,14 @@ def planned_attention(
     **options: Unpack[CallKeywords],
 ) -> Any:
     """`paged_attention` by the partition plan of a step; None: it makes its own if that pays."""
-    call, known = check(
+    call, hints = check(
         (q, k_cache, v_cache, block_tables, lengths),
         num_partitions=num_partitions,
         plan=plan,
         implementation=implementation,
         **options,
     )
-    out, lse = attend(call, known, plan, prefix_groups)
+    out, lse = attend(call, hints, plan, prefix_groups)
     if options.get("query_starts") is None and jnp.ndim(q) == 3:
         out, lse = out[:, 0], lse[:, 0]
     return (out, lse) if return_lse else out
@@ -241,7 +241,7 @@ def whole_attention(
     return_lse: Literal[True],  # `on_shards` asks for it
 ) -> tuple[jax.Array, jax.Array]:
     """`paged_attention` of queries that see all of `lengths`, none of which is a query's own token."""
-    call, known = check(
+    call, hints = check(
         (q, k_cache, v_cache, block_tables, lengths),
         query_starts=query_starts,
         scale=scale,
@@ -249,7 +249,7 @@ def whole_attention(
         latent_values=latent_values,
         implementation=implementation,
     )
-    return attend(dataclasses.replace(call, causal=False), known, None, None)
+    return attend(dataclasses.replace(call, causal=False), hints, None, None)
 
 
 def check(
@@ -259,16 +259,16 @@ def check(
     plan: PartitionPlan | None = None,
     implementation: Implementation | None = None,
     **options: Unpack[CallKeywords],
-) -> tuple[Call, Known]:
+) -> tuple[Call, StaticHints]:
     """The checked arguments, and what is known of them before they become arrays."""
     if implementation not in (None, "mosaic_gpu", "xla"):
         raise ValueError(f'implementation must be None, "mosaic_gpu" or "xla"; got {implementation=}.')
     num_partitions = check_partitions(num_partitions)
     call = check_call(*arrays, **options)
-    known = Known(
+    hints = StaticHints(
         num_partitions=num_partitions,
         window=known_int(options.get("sliding_window")),
         total_partitions=None if plan is None else plan.total_partitions,
         implementation=implementation,
     )
-    return call, known
+    return call, hints

@@ -72,9 +72,9 @@ def compiled(function, *arguments, **how):
 def compiled_slice(apply, head, engine, weights):
     runner = engine._runner
     model = functools.partial(apply_model, apply)
-    news = runner.program.inbox_of([], [], wants_logprobs=False, num_steps=0, forgets=engine._books.forgets)
+    inbox = runner.program.inbox_of([], [], wants_logprobs=False, num_steps=0, forgets=engine._books.forgets)
     slice_of = functools.partial(run_slice, Setup(model, head, runner.kinds, runner.options))
-    return compiled(slice_of, weights, runner.state_of_slice, news, donate_argnums=1)
+    return compiled(slice_of, weights, runner.state_of_slice, inbox, donate_argnums=1)
 
 
 def without_kernels():

@@ -11,7 +11,7 @@ import pytest
 
 from jaxpaged import _device, explain, paged_attention, tree_mask
 from jaxpaged._attention import kernel_cases
-from jaxpaged._attention.choose import Choice, Known, by_decode, choose
+from jaxpaged._attention.choose import Choice, StaticHints, by_decode, choose
 from jaxpaged._attention.launch import Results
 from jaxpaged._attention.run import run
 from jaxpaged._attention.runs import fewest_runs
@@ -33,7 +33,7 @@ def results(a: Any, num_partitions: NumPartitions) -> Results:
     """By the default kernels, with the plan or the partitions that the test asks for."""
     if isinstance(num_partitions, PartitionPlan):
         return run(by_decode(a, _device.gpu(), planned=True), a, num_partitions)
-    choice = choose(a, _device.gpu(), Known(num_partitions=num_partitions, implementation="mosaic_gpu"))
+    choice = choose(a, _device.gpu(), StaticHints(num_partitions=num_partitions, implementation="mosaic_gpu"))
     assert isinstance(choice, Choice)
     return run(choice, a)
 

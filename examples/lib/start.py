@@ -89,7 +89,7 @@ def create_caches(
     placeholder = 1.0 if scale in ("tensor", "head") else None
     sizes = config.cache_sizes
     if config.latent is not None and scale == "token_head":
-        sizes["head_dim"] += config.latent.rotary_dim  # rotary numbers in two: `jaxpaged.split_rotary`
+        sizes["head_dim"] += config.latent.qk_rope_head_dim  # rotary numbers in two: `jaxpaged.split_rotary`
     create = functools.partial(
         jaxpaged.KVCache.create,
         num_blocks=num_blocks,

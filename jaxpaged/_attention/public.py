@@ -26,7 +26,7 @@ class ContextKeywords(TypedDict, total=False):
     logits_soft_cap: ArrayLike | None
     k_scale: ArrayLike | None
     v_scale: ArrayLike | None
-    latent_values: int | None
+    value_dim: int | None
     num_partitions: int | None
     implementation: Implementation | None
 
@@ -82,7 +82,7 @@ def paged_attention(
     v_scale: ArrayLike | None = None,
     tree_mask: ArrayLike | None = None,
     prefix_groups: PrefixGroups | None = None,
-    latent_values: int | None = None,
+    value_dim: int | None = None,
     num_partitions: int | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
@@ -108,7 +108,7 @@ def paged_attention(
             sequence shorter than q_len is padding: its output is zero, its lse -inf.
         k_cache: `[blocks, block_size, kv_heads, head_dim]`, in q's dtype, another of those, or float8_e4m3fn,
             float8_e5m2 or int8.
-        v_cache: as `k_cache`, `[blocks, block_size, kv_heads, value_dim]`. None: a latent cache, see `latent_values`.
+        v_cache: as `k_cache`, `[blocks, block_size, kv_heads, value_dim]`. None: a latent cache, see `value_dim`.
         block_tables: int32 `[seqs, max_blocks]`, the ids of each sequence's blocks in order.
         lengths: int32 `[seqs]`, tokens in each sequence, the ones of `q` included. Length 0 gives zeros, lse -inf.
         query_starts: int32 `[seqs + 1]`, not descending. With it q is `[tokens, heads, head_dim]`, and the newest
@@ -137,9 +137,9 @@ def paged_attention(
         prefix_groups: what `BlockAllocator.prefix_groups` returns after the `append`: blocks that several sequences
             begin with are then read once for all of them. With a window or ALiBi every sequence reads its own blocks.
             Results differ by rounding: the two parts of an output are rounded to q's dtype before they are added up.
-        latent_values: for a latent cache, whose values are the first `latent_values` numbers of the keys: multi-head
+        value_dim: for a latent cache only, whose values are the first `value_dim` numbers of the keys: multi-head
             latent attention. q is absorbed, `[..., heads, latent + rotary]`, and the output `[..., heads, latent]`.
-            Pass `cache.latent_values`, and `scale`, which does not follow from the width.
+            Pass `cache.value_dim`, and `scale`, which does not follow from the width.
         num_partitions: into how many parts each sequence is cut; they are computed side by side and then merged. With
             a number, a sequence's output does not depend on its batch neighbours. None: 1 on a CPU; on a GPU enough to
             fill it, or a plan if some sequences may be much longer than others.
@@ -189,7 +189,7 @@ def paged_attention(
         v_scale=v_scale,
         tree_mask=tree_mask,
         prefix_groups=prefix_groups,
-        latent_values=latent_values,
+        value_dim=value_dim,
         num_partitions=num_partitions,
         return_lse=return_lse,
         implementation=implementation,
@@ -236,7 +236,7 @@ def whole_attention(
     query_starts: jax.Array | None,
     scale: ArrayLike,
     k_scale: jax.Array | None,
-    latent_values: int | None,
+    value_dim: int | None,
     implementation: Implementation | None,
     return_lse: Literal[True],  # `on_shards` asks for it
 ) -> tuple[jax.Array, jax.Array]:
@@ -246,7 +246,7 @@ def whole_attention(
         query_starts=query_starts,
         scale=scale,
         k_scale=k_scale,
-        latent_values=latent_values,
+        value_dim=value_dim,
         implementation=implementation,
     )
     return attend(dataclasses.replace(call, causal=False), hints, None, None)

@@ -146,7 +146,7 @@ def test_shapes_of_8bit_caches(shape, form):
     check(real(**shape, cache_dtype=jnp.int8, scale_shape="token_head"), form)
 
 
-LATENT = dict(kv_heads=1, head_dim=576, latent_values=512)
+LATENT = dict(kv_heads=1, head_dim=576, value_dim=512, is_latent=True)
 
 
 WIDTHS = (

@@ -25,7 +25,7 @@ from tests.kernels.lowering import mosaic_for, traced_decode
 pytestmark = pytest.mark.slow
 
 BF16 = jnp.bfloat16
-latent_case = functools.partial(make_case, kv_heads=1, head_dim=192, latent_values=128, dtype=BF16)
+latent_case = functools.partial(make_case, kv_heads=1, head_dim=192, value_dim=128, is_latent=True, dtype=BF16)
 
 
 @pytest.mark.parametrize("name", ["scale", "all"])

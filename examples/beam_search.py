@@ -159,7 +159,7 @@ def beam_search(
         dtype=dtype,
         seed=0,
         # The beams of a prompt share its full blocks; a fork takes a block for each before the old ones come back.
-        num_spared=sum((width - 1) * (len(prompt) // block_size) - width for prompt in prompts),
+        num_saved_blocks=sum((width - 1) * (len(prompt) // block_size) - width for prompt in prompts),
     )
     shape = len(prompts), width
     beams = Beams(

@@ -43,7 +43,7 @@ from lib.generation import Generation, Timing, generated, run_generation
 from lib.llama import Llama
 from lib.llama_config import LlamaConfig
 from lib.sampling import Sampling
-from lib.shared_prefix import common_prefix, num_spared_blocks
+from lib.shared_prefix import common_prefix, num_saved_blocks
 from lib.start import Granularity, calibrate, num_bytes, start
 from lib.tensor_parallel import spread
 from lib.text_stream import TextStream
@@ -146,7 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
         dtype=args.cache_dtype,
         seed=args.seed,
         scale=args.cache_scale,
-        num_spared=num_spared_blocks(prompts, prefix, args.block_size) if prefix else 0,
+        num_saved_blocks=num_saved_blocks(prompts, prefix, args.block_size) if prefix else 0,
         mesh=mesh,
     )
 

@@ -86,7 +86,7 @@ def sample_in_parallel(
         num_blocks=None,
         dtype=dtype,
         seed=seed,
-        num_spared=sum((num_completions - 1) * (len(prompt) // block_size) for prompt in prompts),
+        num_saved_blocks=sum((num_completions - 1) * (len(prompt) // block_size) for prompt in prompts),
     )
     state, num_shared = complete(*nnx.split(model), state, pad_prompts(prompts), eos_ids, sampling)
     return state, int(num_shared)

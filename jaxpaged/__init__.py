@@ -33,7 +33,7 @@ from jaxpaged._latent_modules import LatentSettings
 from jaxpaged._lora import lora
 from jaxpaged._modules import AttentionSettings
 from jaxpaged._rotary_frequencies import rotary_attention_factor, rotary_frequencies
-from jaxpaged._scheduler.records import Refusal, Requests, RequestStatus, Sampling
+from jaxpaged._scheduler.records import Requests, RequestStatus, Sampling, SubmitStatus
 from jaxpaged._scheduler.scheduler import Scheduler
 from jaxpaged._version import __version__ as __version__
 
@@ -52,7 +52,6 @@ __all__ = [
     "LatentSettings",
     "LayerGroups",
     "PrefixCache",
-    "Refusal",
     "RequestOutput",
     "RequestStatus",
     "Requests",
@@ -61,6 +60,7 @@ __all__ = [
     "SamplingParams",
     "Scheduler",
     "Score",
+    "SubmitStatus",
     "cache_capacity",
     "context_parallel_attention",
     "context_parallel_slots",

@@ -31,21 +31,21 @@ from jaxpaged._modules import check_dtypes, check_tokens
 class LatentSettings:
     """What `jaxpaged.nnx.LatentAttention` computes, and which parameters it has.
 
-    Hashable, and without arrays. In brackets the name in the config of a DeepSeek model.
+    Hashable, and without arrays. The sizes have the names of a DeepSeek model's config.
 
     Attributes:
-        num_heads: query heads (num_attention_heads).
-        latent_dim: numbers of the latent vector, of which keys and values are made (kv_lora_rank).
-        head_dim: numbers of a key and query without a position (qk_nope_head_dim).
-        rotary_dim: numbers of the key that all heads share, and of a query, which are rotated (qk_rope_head_dim).
-        value_dim: numbers of a value (v_head_dim).
-        query_rank: numbers to which q is compressed (q_lora_rank); None: it is not.
-        rotary_frequencies: from `jaxpaged.rotary_frequencies(rotary_dim, ...)`.
+        num_heads: query heads, `num_attention_heads` of the config.
+        kv_lora_rank: numbers of the latent vector, of which keys and values are made.
+        qk_nope_head_dim: numbers of a key and query without a position.
+        qk_rope_head_dim: numbers of the key that all heads share, and of a query, which are rotated.
+        v_head_dim: numbers of a value.
+        q_lora_rank: numbers to which q is compressed; None: it is not.
+        rotary_frequencies: from `jaxpaged.rotary_frequencies(qk_rope_head_dim, ...)`.
         rotary_factor: of the rotated part of q and of k: `jaxpaged.rotary_attention_factor(rope_scaling)`.
         interleaved: whether neighbours are rotated as a pair, see `rotate_and_write_kv`.
         norm_epsilon: of the RMS norms of the latent vector and of the compressed q.
-        scale: of the logits; None: `(head_dim + rotary_dim) ** -0.5`. A model whose `rope_scaling` has `mscale_all_dim`
-            multiplies it by `(0.1 * mscale_all_dim * log(factor) + 1) ** 2`.
+        scale: of the logits; None: `(qk_nope_head_dim + qk_rope_head_dim) ** -0.5`. A model whose `rope_scaling` has
+            `mscale_all_dim` multiplies it by `(0.1 * mscale_all_dim * log(factor) + 1) ** 2`.
         use_bias: whether the projections of x and of the heads' output have a bias.
         sliding_window: in tokens, as in `jaxpaged.paged_attention`, like the next two.
         num_partitions: of each sequence. With a number no keys and values are made for each head: see the next.
@@ -60,11 +60,11 @@ class LatentSettings:
     """
 
     num_heads: int
-    latent_dim: int
-    head_dim: int
-    rotary_dim: int
-    value_dim: int
-    query_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None
     rotary_frequencies: tuple[float, ...]
     rotary_factor: float = 1.0
     interleaved: bool = True
@@ -80,33 +80,34 @@ class LatentSettings:
 
     def __post_init__(self) -> None:
         check_dtypes(self)
-        if not 0 < 2 * len(self.rotary_frequencies) <= self.rotary_dim:
+        if not 0 < 2 * len(self.rotary_frequencies) <= self.qk_rope_head_dim:
             raise ValueError(
-                f"rotary_frequencies must hold up to rotary_dim // 2 numbers; got {len(self.rotary_frequencies)} for "
-                f"rotary_dim={self.rotary_dim}. Make them with jaxpaged.rotary_frequencies(rotary_dim)."
+                "rotary_frequencies must hold up to qk_rope_head_dim // 2 numbers; got "
+                f"{len(self.rotary_frequencies)} for qk_rope_head_dim={self.qk_rope_head_dim}. Make them with "
+                "jaxpaged.rotary_frequencies(qk_rope_head_dim)."
             )
 
     @property
     def query_features(self) -> int:
-        return self.num_heads * (self.head_dim + self.rotary_dim)
+        return self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
 
     @property
     def latent_features(self) -> int:
         """Of the projection of x to the latent vector and the shared key; the width of the cache."""
-        return self.latent_dim + self.rotary_dim
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
 
 def latent_attention[C: (KVCache, CacheLayer)](
     settings: LatentSettings,
-    q: jax.Array,  # [..., heads * (head_dim + rotary_dim)]
-    latent: jax.Array,  # [..., latent_dim], normalised
-    shared_key: jax.Array,  # [..., rotary_dim]
-    to_keys: jax.Array,  # [latent_dim, heads * head_dim]
-    to_values: jax.Array,  # [latent_dim, heads * value_dim]
+    q: jax.Array,  # [..., heads * (qk_nope_head_dim + qk_rope_head_dim)]
+    latent: jax.Array,  # [..., kv_lora_rank], normalised
+    shared_key: jax.Array,  # [..., qk_rope_head_dim]
+    to_keys: jax.Array,  # [kv_lora_rank, heads * qk_nope_head_dim]
+    to_values: jax.Array,  # [kv_lora_rank, heads * v_head_dim]
     cache: C,
     step: AttentionStep | DenseStep,
 ) -> tuple[C, jax.Array]:
-    """The new cache, and [..., heads * value_dim].
+    """The new cache, and [..., heads * v_head_dim].
 
         q . (W_K c) = (W_K^T q) . c,    sum_t p_t (W_V c_t) = W_V sum_t p_t c_t
 
@@ -116,9 +117,9 @@ def latent_attention[C: (KVCache, CacheLayer)](
     s = settings
     tokens: tuple[int, ...] = step.positions.shape
     q = q.reshape(*tokens, s.num_heads, -1)
-    to_keys, to_values = (x.astype(q.dtype).reshape(s.latent_dim, s.num_heads, -1) for x in (to_keys, to_values))
+    to_keys, to_values = (x.astype(q.dtype).reshape(s.kv_lora_rank, s.num_heads, -1) for x in (to_keys, to_values))
     angles = cos_sin(step.positions, jnp.asarray(s.rotary_frequencies, jnp.float32))
-    plain, rotary = jnp.split(q, [s.head_dim], axis=-1)
+    plain, rotary = jnp.split(q, [s.qk_nope_head_dim], axis=-1)
     rotary, shared_key = (
         rotate(x, *angles, interleaved=s.interleaved, start=0) for x in (rotary, shared_key[..., None, :])
     )
@@ -129,7 +130,7 @@ def latent_attention[C: (KVCache, CacheLayer)](
     stored = jnp.concatenate([latent[..., None, :], shared_key], axis=-1)
     if is_split:
         stored = split_key(cache, stored)
-    scale = (s.head_dim + s.rotary_dim) ** -0.5 if s.scale is None else s.scale
+    scale = (s.qk_nope_head_dim + s.qk_rope_head_dim) ** -0.5 if s.scale is None else s.scale
     how: Any = dict(scale=scale, implementation=s.implementation)
 
     def by_head(products: str, x: jax.Array, weights: jax.Array) -> jax.Array:
@@ -151,7 +152,7 @@ def latent_attention[C: (KVCache, CacheLayer)](
     slots, starts, allocator = step.slots, step.query_starts, step.allocator
     before, cache = cache, write_kv(cache, stored, None, slots)
     note_write(before, cache, step.group_index)
-    shared_key = jnp.broadcast_to(shared_key, (*tokens, s.num_heads, s.rotary_dim))
+    shared_key = jnp.broadcast_to(shared_key, (*tokens, s.num_heads, s.qk_rope_head_dim))
     keys = jnp.concatenate([jnp.einsum("...c,chd->...hd", latent, to_keys), shared_key], axis=-1)
     q = jnp.concatenate([plain, rotary], axis=-1)
     counts = _new_tokens(allocator, slots, starts)
@@ -234,10 +235,10 @@ def check_latent_call(settings: LatentSettings, x: jax.Array, cache: KVCache | C
     pools, s = pools_of(cache), settings
     widths = [s.latent_features]
     if pools.k.dtype in LARGEST:
-        widths.append(s.latent_features + s.rotary_dim)  # see `jaxpaged.split_rotary`
-    if pools.k.shape[-2] != 1 or pools.k.shape[-1] not in widths or pools.latent_values != s.latent_dim:
+        widths.append(s.latent_features + s.qk_rope_head_dim)  # see `jaxpaged.split_rotary`
+    if pools.k.shape[-2] != 1 or pools.k.shape[-1] not in widths or pools.value_dim != s.kv_lora_rank:
         raise ValueError(
-            f"the cache must be a latent one of {s.latent_features} numbers and values of {s.latent_dim} for this "
-            f"module; got {pools.k.shape=}, {pools.latent_values=}. Create it with KVCache.create(is_latent=True, "
-            f"num_kv_heads=1, head_dim={s.latent_features}, value_dim={s.latent_dim}, ...)."
+            f"the cache must be a latent one of {s.latent_features} numbers and values of {s.kv_lora_rank} for this "
+            f"module; got {pools.k.shape=}, {pools.value_dim=}. Create it with KVCache.create(is_latent=True, "
+            f"num_kv_heads=1, head_dim={s.latent_features}, value_dim={s.kv_lora_rank}, ...)."
         )

@@ -140,21 +140,22 @@ class LatentAttention(nnx.Module):
 
     Parameters are named as in a checkpoint of a DeepSeek model, but for `k_b_proj` and `v_b_proj`:
 
-    - `q_proj.kernel` `[in_features, num_heads * (head_dim + rotary_dim)]`, or with `query_rank` `q_a_proj`,
-      `q_a_layernorm` and `q_b_proj`.
-    - `kv_a_proj_with_mqa.kernel` `[in_features, latent_dim + rotary_dim]`, `kv_a_layernorm.scale` `[latent_dim]`.
-    - `k_b_proj.kernel` `[latent_dim, num_heads * head_dim]`, W_K, and `v_b_proj.kernel` `[latent_dim, num_heads *
-      value_dim]`, W_V. A checkpoint has both in `kv_b_proj`, first W_K and then W_V of each head; to multiply with a
-      part of a matrix XLA would copy it in each step.
-    - `o_proj.kernel` `[num_heads * value_dim, in_features]`.
+    - `q_proj.kernel` `[in_features, num_heads * (qk_nope_head_dim + qk_rope_head_dim)]`, or with `q_lora_rank`
+      `q_a_proj`, `q_a_layernorm` and `q_b_proj`.
+    - `kv_a_proj_with_mqa.kernel` `[in_features, kv_lora_rank + qk_rope_head_dim]`, `kv_a_layernorm.scale`
+      `[kv_lora_rank]`.
+    - `k_b_proj.kernel` `[kv_lora_rank, num_heads * qk_nope_head_dim]`, W_K, and `v_b_proj.kernel`
+      `[kv_lora_rank, num_heads * v_head_dim]`, W_V. A checkpoint has both in `kv_b_proj`, first W_K and then W_V of
+      each head; to multiply with a part of a matrix XLA would copy it in each step.
+    - `o_proj.kernel` `[num_heads * v_head_dim, in_features]`.
 
     If a call has on average at least `settings.expanded_from` new tokens a sequence, these see each other through keys
     and values made for each head: fewer products, and memory for `2 * tokens * num_heads` of them in each layer. Older
     tokens are attended to as above. So are all tokens in other calls, and with a window, a tree, groups of prefixes
     or a number of partitions.
 
-    The cache has `latent_dim + rotary_dim` numbers a token. One of 8 bits may have `latent_dim + 2 * rotary_dim`, and
-    is more precise: see `jaxpaged.split_rotary`.
+    The cache has `kv_lora_rank + qk_rope_head_dim` numbers a token. One of 8 bits may have
+    `kv_lora_rank + 2 * qk_rope_head_dim`, and is more precise: see `jaxpaged.split_rotary`.
 
     Args:
         in_features: width of the input and the output.
@@ -164,8 +165,9 @@ class LatentAttention(nnx.Module):
     Example:
         >>> import jax.numpy as jnp, jaxpaged, jaxpaged.nnx
         >>> from flax import nnx
-        >>> sizes = dict(num_heads=4, latent_dim=32, head_dim=8, rotary_dim=4, value_dim=8, query_rank=None)
-        >>> settings = jaxpaged.LatentSettings(**sizes, rotary_frequencies=jaxpaged.rotary_frequencies(4))
+        >>> sizes = dict(kv_lora_rank=32, q_lora_rank=None, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
+        >>> frequencies = jaxpaged.rotary_frequencies(4)
+        >>> settings = jaxpaged.LatentSettings(num_heads=4, **sizes, rotary_frequencies=frequencies)
         >>> attention = jaxpaged.nnx.LatentAttention(16, settings, rngs=nnx.Rngs(0))
         >>> blocks = dict(num_blocks=8, block_size=16)
         >>> cache = jaxpaged.KVCache.create(**blocks, is_latent=True, num_kv_heads=1, head_dim=36, value_dim=32)
@@ -190,17 +192,17 @@ class LatentAttention(nnx.Module):
         def norm(features: int) -> nnx.RMSNorm:
             return nnx.RMSNorm(features, epsilon=s.norm_epsilon, **common)
 
-        if s.query_rank is None:
+        if s.q_lora_rank is None:
             self.q_proj = linear(in_features, s.query_features)
         else:
-            self.q_a_proj = linear(in_features, s.query_rank, use_bias=s.use_bias)
-            self.q_a_layernorm = norm(s.query_rank)
-            self.q_b_proj = linear(s.query_rank, s.query_features)
+            self.q_a_proj = linear(in_features, s.q_lora_rank, use_bias=s.use_bias)
+            self.q_a_layernorm = norm(s.q_lora_rank)
+            self.q_b_proj = linear(s.q_lora_rank, s.query_features)
         self.kv_a_proj_with_mqa = linear(in_features, s.latent_features, use_bias=s.use_bias)
-        self.kv_a_layernorm = norm(s.latent_dim)
-        self.k_b_proj = linear(s.latent_dim, s.num_heads * s.head_dim)
-        self.v_b_proj = linear(s.latent_dim, s.num_heads * s.value_dim)
-        self.o_proj = linear(s.num_heads * s.value_dim, in_features, use_bias=s.use_bias)
+        self.kv_a_layernorm = norm(s.kv_lora_rank)
+        self.k_b_proj = linear(s.kv_lora_rank, s.num_heads * s.qk_nope_head_dim)
+        self.v_b_proj = linear(s.kv_lora_rank, s.num_heads * s.v_head_dim)
+        self.o_proj = linear(s.num_heads * s.v_head_dim, in_features, use_bias=s.use_bias)
 
     def __call__[C: (KVCache, CacheLayer)](
         self,
@@ -211,8 +213,8 @@ class LatentAttention(nnx.Module):
         """As `PagedAttention.__call__`; the cache is a latent one, `KVCache.create(is_latent=True, ...)`."""
         s = self.settings
         check_latent_call(s, x, cache, step)
-        q = self.q_proj(x) if s.query_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        latent, shared_key = jnp.split(self.kv_a_proj_with_mqa(x), [s.latent_dim], axis=-1)
+        q = self.q_proj(x) if s.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        latent, shared_key = jnp.split(self.kv_a_proj_with_mqa(x), [s.kv_lora_rank], axis=-1)
         cache, out = latent_attention(
             s,
             q,

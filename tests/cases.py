@@ -51,7 +51,7 @@ class Case:
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        v_cache = None if "latent_values" in self.options else self.v_cache
+        v_cache = None if "value_dim" in self.options else self.v_cache
         return self.q, self.k_cache, v_cache, self.block_tables, self.lengths
 
     def replace(self, **changes: Any) -> "Case":
@@ -67,7 +67,7 @@ def make_case(
     kv_heads: int = 2,
     head_dim: int = 64,
     value_dim: int | None = None,
-    latent_values: int | None = None,  # of a latent cache: v_cache is a part of k_cache
+    is_latent: bool = False,  # v_cache is a part of k_cache
     block_size: int = 16,
     q_len: int | None = None,
     dtype: Any = jnp.float32,
@@ -116,11 +116,11 @@ def make_case(
         return jax.device_put(values.astype(cache_dtype or dtype))  # `jnp.asarray` would compile a program a shape
 
     k_cache = cache("k_scale", head_dim)
-    if latent_values is None:
+    if not is_latent:
         v_cache = cache("v_scale", value_dim or head_dim)
     else:
-        v_cache = jax.device_put(np.asarray(k_cache)[..., :latent_values])
-        options = {"scale": 0.1, **options, "latent_values": latent_values}
+        v_cache = jax.device_put(np.asarray(k_cache)[..., :value_dim])
+        options = {"scale": 0.1, **options, "value_dim": value_dim}
     q_shape = (seqs, heads, head_dim) if q_len is None else (seqs, q_len, heads, head_dim)
     return Case(
         q=jax.device_put(rng.normal(size=q_shape).astype(np.float32).astype(dtype)),
@@ -134,9 +134,9 @@ def make_case(
 
 # One for all modules: equal shapes are compiled once.
 jitted_attention = jax.jit(
-    paged_attention, static_argnames=("num_partitions", "implementation", "return_lse", "latent_values")
+    paged_attention, static_argnames=("num_partitions", "implementation", "return_lse", "value_dim")
 )
-jitted_reference = jax.jit(paged_attention_reference, static_argnames=("return_lse", "latent_values"))
+jitted_reference = jax.jit(paged_attention_reference, static_argnames=("return_lse", "value_dim"))
 
 
 def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
@@ -161,7 +161,7 @@ def _by_numpy(case: Case, wide: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray
     options = {k: value if isinstance(value, int | float) else np.asarray(value) for k, value in case.options.items()}
     q, k_cache, v_cache = map(np.asarray, (case.q, case.k_cache, case.v_cache))
     tables_and_lengths = map(np.asarray, (case.block_tables, case.lengths))
-    v_scale = options.get("k_scale" if "latent_values" in options else "v_scale")
+    v_scale = options.get("k_scale" if "value_dim" in options else "v_scale")
     k, v = _dequantised(k_cache, options.get("k_scale"), wide), _dequantised(v_cache, v_scale, wide)
     with np.errstate(all="ignore"):
         return _plain(np, q.astype(wide), k, v, *tables_and_lengths, dtype, options)

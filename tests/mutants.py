@@ -31,7 +31,7 @@ class Mutant:
 
 
 COLLISIONS = "tests/allocator/test_prefix_cache.py::collide or collision"
-LISTING, BEGINNINGS = "jaxpaged/_allocator/listing.py", "jaxpaged/_allocator/beginnings.py"
+LISTING, BEGINNINGS = "jaxpaged/_allocator/listing.py", "jaxpaged/_allocator/prefix_match.py"
 PLANNING, PROGRESS = "jaxpaged/_scheduler/planning.py", "jaxpaged/_scheduler/progress.py"
 WINDOWS = "tests/allocator/test_windows.py::window"
 KINDS, NEXT_KIND = "jaxpaged/_engine/kinds.py", "tests/engine/test_kinds.py::next"
@@ -221,14 +221,14 @@ MUTANTS = (
     Mutant(
         "drafts: what is known of others",
         "jaxpaged/_engine/slices.py",
-        "state.drafting.begun(request_ids, jnp.asarray(inbox.families))",
+        "state.drafting.reset(request_ids, jnp.asarray(inbox.families))",
         "state.drafting",
         f"{DRAFTS}::right_drafts",
     ),
     Mutant(
-        "drafts: nothing is learnt",
+        "drafts: success rates are never updated",
         "jaxpaged/_engine/slices.py",
-        "drafting.learnt(step, after - before, is_silent)",
+        "drafting.update(step, after - before, is_silent)",
         "drafting",
         f"{DRAFTS}::right_drafts",
     ),
@@ -488,15 +488,15 @@ MUTANTS = (
     Mutant(
         "prefixes: found blocks need room",
         SEATS,
-        "candidates, beginnings.num_blocks, num",
+        "candidates, matches.num_blocks, num",
         "candidates, 0, num",
         MIXTURE,
     ),
     Mutant(
         "prefixes: free blocks count as held",
         SEATS,
-        "beginnings.num_blocks, num_woken)",
-        "beginnings.num_blocks)",
+        "matches.num_blocks, num_woken)",
+        "matches.num_blocks)",
         MIXTURE,
     ),
     Mutant(
@@ -575,8 +575,8 @@ MUTANTS = (
     Mutant(
         "alternatives: those of the row before",
         "jaxpaged/_engine/requests.py",
-        "likely.tokens[start:end]",
-        "likely.tokens[start - 1 : end - 1]",
+        "itemgetter(slice(start, end))",
+        "itemgetter(slice(start - 1, end - 1))",
         "tests/engine/test_top_logprobs.py::models and plenty",
         "ids",
     ),
@@ -617,7 +617,7 @@ MUTANTS = (
         "tests/examples/test_adapters.py::scale",
     ),
     Mutant(
-        "engine: new weights are not told",
+        "engine: new weights are not reported",
         "jaxpaged/_engine/runner.py",
         "            self.books.version += 1\n            self.books.forget(adapters)\n",
         "            self.books.version += 1\n",
@@ -641,7 +641,7 @@ MUTANTS = (
     Mutant(
         "groups: blocks that are not full", GROUPS, "<= (allocator.lengths //", "<= 1 + (allocator.lengths //", FOUND
     ),
-    Mutant("groups: most blocks instead of most spared", GROUPS, " * (1 - 1 / holders)", " * (holders > 1)", FOUND),
+    Mutant("groups: most blocks, not most saved reads", GROUPS, " * (1 - 1 / holders)", " * (holders > 1)", FOUND),
     Mutant(
         "groups: other blocks before the last",
         GROUPS,
@@ -651,7 +651,13 @@ MUTANTS = (
         "ids",
     ),
     Mutant("groups: of one", GROUPS, ".sum(axis=1) > 1", ".sum(axis=1) > 0", FOUND),
-    Mutant("groups: the leader is spared too", GROUPS, "shares & (leaders == seats)", "shares & (leaders < 0)", FOUND),
+    Mutant(
+        "groups: the leader saves reads too",
+        GROUPS,
+        "shares & (leaders == seats)",
+        "shares & (leaders < 0)",
+        FOUND,
+    ),
     Mutant(
         "groups: seats as they come", GROUPS, "jnp.argsort(groups.leaders)", "jnp.argsort(0 * groups.leaders)", SORTED
     ),
@@ -678,7 +684,7 @@ MUTANTS = (
         SORTED,
     ),
     Mutant(
-        "groups: a seat without a row is spared", GROUPS, "jnp.where(counts > 0, num_blocks, 0)", "num_blocks", SORTED
+        "groups: a seat without a row saves reads", GROUPS, "jnp.where(counts > 0, num_blocks, 0)", "num_blocks", SORTED
     ),
     Mutant(
         "groups: found once and for all",
@@ -688,7 +694,7 @@ MUTANTS = (
         "tests/engine/test_prefix_groups.py::stats",
     ),
     Mutant("kinds: reads once whatever it costs", KINDS, "+ (widths[sharing] - widths[kind]) *", "+ 0 *", PAYS),
-    Mutant("kinds: reads once for little", KINDS, "num_spared >= least + more", "num_spared >= more", PAYS),
+    Mutant("kinds: reads once for little", KINDS, "num_saved_reads >= least + more", "num_saved_reads >= more", PAYS),
     Mutant("kinds: reads once beside many others", KINDS, "SHARING_TOKENS * num_read +", "0 * num_read +", PAYS),
     Mutant("kinds: prompts wait for shared blocks", KINDS, "jnp.where(wants_chunk, 1, 0)", "jnp.int32(0)", PAYS),
     Mutant(
@@ -1108,8 +1114,8 @@ MUTANTS = (
     Mutant(
         "engine: the version of the weights now, not of the slice",
         "jaxpaged/_engine/books.py",
-        "row.take_tokens(tokens, logprobs, likely, version)",
-        "row.take_tokens(tokens, logprobs, likely, self.version)",
+        "row.take_tokens(tokens, logprobs, top_logprobs, aux, version)",
+        "row.take_tokens(tokens, logprobs, top_logprobs, aux, self.version)",
         "tests/engine/test_rollout.py::which_weights",
     ),
     Mutant(
@@ -1142,10 +1148,10 @@ MUTANTS = (
         "tests/engine/test_engine_trouble.py::cannot_be_sent",
     ),
     Mutant(
-        "engine: news are off the list before they are told",
+        "engine: outputs are off the list before they are returned",
         "jaxpaged/_engine/books.py",
-        "        for request_id, rows in list(self._news.items()):",
-        "        news, self._news = self._news, {}\n        for request_id, rows in list(news.items()):",
+        "        for request_id, rows in list(self._new_outputs.items()):",
+        "        new, self._new_outputs = self._new_outputs, {}\n        for request_id, rows in list(new.items()):",
         "tests/engine/test_engine_trouble.py::step_returns",
     ),
     Mutant(
@@ -1220,9 +1226,9 @@ MUTANTS = (
         "endings",
     ),
     Mutant(
-        "engine: an end that was not told is unknown to abort",
+        "engine: an end that is not reported is unknown to abort",
         "jaxpaged/_engine/books.py",
-        "self.requests.get(request_id) or self._news.get(request_id, [])",
+        "self.requests.get(request_id) or self._new_outputs.get(request_id, [])",
         "self.requests.get(request_id, [])",
         "tests/engine/test_books.py::kept_from_being_told",
     ),
@@ -1493,8 +1499,8 @@ MUTANTS = (
     Mutant(
         "attention: a tree of many rows by prefill",
         "jaxpaged/_attention/choose.py",
-        "call.tree_mask is None and known",
-        "known",
+        "call.tree_mask is None and hints",
+        "hints",
         "tests/attention/test_tree.py::which_kernel",
     ),
     Mutant(

@@ -11,7 +11,13 @@ from jaxpaged import AttentionSettings, KVCache, LatentSettings, SamplingParams
 SIZES = dict(num_kv_heads=1, head_dim=8)
 PAGED = AttentionSettings(num_heads=1, **SIZES, rotary_frequencies=None)
 LATENT = LatentSettings(
-    num_heads=1, latent_dim=8, head_dim=4, rotary_dim=2, value_dim=4, query_rank=None, rotary_frequencies=(1.0,)
+    num_heads=1,
+    kv_lora_rank=8,
+    qk_nope_head_dim=4,
+    qk_rope_head_dim=2,
+    v_head_dim=4,
+    q_lora_rank=None,
+    rotary_frequencies=(1.0,),
 )
 CALLS = {
     "KVCache.create": lambda dtype: KVCache.create(num_blocks=2, block_size=8, **SIZES, dtype=dtype),

@@ -16,11 +16,11 @@ from jaxpaged._cache.rotate import rotate
 
 SETTINGS = LatentSettings(
     num_heads=3,
-    latent_dim=16,
-    head_dim=8,
-    rotary_dim=4,
-    value_dim=6,
-    query_rank=10,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
+    q_lora_rank=10,
     rotary_frequencies=(1.0, 0.3),
     rotary_factor=1.2,
     scale=0.4,
@@ -54,17 +54,17 @@ def expanded(module, x):
 def expanded_of(graph, weights, x):
     module = nnx.merge(graph, weights)
     s, tokens = module.settings, x.shape[1]
-    q = module.q_proj(x) if s.query_rank is None else module.q_b_proj(module.q_a_layernorm(module.q_a_proj(x)))
+    q = module.q_proj(x) if s.q_lora_rank is None else module.q_b_proj(module.q_a_layernorm(module.q_a_proj(x)))
     q = q.reshape(1, tokens, s.num_heads, -1)
     down = module.kv_a_proj_with_mqa(x)
-    latent, key = module.kv_a_layernorm(down[..., : s.latent_dim]), down[..., None, s.latent_dim :]
+    latent, key = module.kv_a_layernorm(down[..., : s.kv_lora_rank]), down[..., None, s.kv_lora_rank :]
     keys, v = (up(latent).reshape(1, tokens, s.num_heads, -1) for up in (module.k_b_proj, module.v_b_proj))
     angles = (
         jnp.arange(tokens, dtype=jnp.float32)[None, :, None, None] * jnp.asarray(s.rotary_frequencies)[None, None, None]
     )
     cos, sin = (s.rotary_factor * f(angles) for f in (jnp.cos, jnp.sin))
     turn = lambda x: rotate(x, cos, sin, interleaved=s.interleaved, start=0)  # noqa: E731
-    q = jnp.concatenate([q[..., : s.head_dim], turn(q[..., s.head_dim :])], axis=-1)
+    q = jnp.concatenate([q[..., : s.qk_nope_head_dim], turn(q[..., s.qk_nope_head_dim :])], axis=-1)
     k = jnp.concatenate([keys, jnp.tile(turn(key), (1, 1, s.num_heads, 1))], axis=-1)
     logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) * (12**-0.5 if s.scale is None else s.scale)
     seen = jnp.tri(tokens, dtype=bool) & ~jnp.tri(tokens, k=-(s.sliding_window or tokens), dtype=bool)
@@ -73,7 +73,7 @@ def expanded_of(graph, weights, x):
     return module.o_proj(out.reshape(1, tokens, -1))
 
 
-@pytest.mark.parametrize("changes", [dict(), dict(query_rank=None, interleaved=False, scale=None, use_bias=True)])
+@pytest.mark.parametrize("changes", [dict(), dict(q_lora_rank=None, interleaved=False, scale=None, use_bias=True)])
 def test_the_module_says_what_expanded_heads_say(changes):
     settings = dataclasses.replace(SETTINGS, **changes)
     module = jaxpaged.nnx.LatentAttention(FEATURES, settings, rngs=nnx.Rngs(0))
@@ -97,7 +97,7 @@ def test_a_token_continues_a_prompt_and_packed_tokens_do_too():
         np.testing.assert_allclose(out[:, 0], expected[:, i], atol=2e-5)
 
 
-@pytest.mark.parametrize("changes", [dict(), dict(value_dim=16, rotary_factor=1.0)])
+@pytest.mark.parametrize("changes", [dict(), dict(v_head_dim=16, rotary_factor=1.0)])
 def test_prompts_by_keys_of_each_head(changes):
     """Fresh, and after a history; uniform and packed, with single tokens and padding beside them."""
     settings = dataclasses.replace(SETTINGS, expanded_from=2, **changes)
@@ -178,5 +178,5 @@ def test_errors():
         module = jaxpaged.nnx.LatentAttention(FEATURES, changed, rngs=nnx.Rngs(0))
         with pytest.raises(ValueError, match=r"the layer's group has a window of 4 tokens.* got None"):
             module(jnp.ones((1, 5, FEATURES)), cache, with_window, slots)
-    with pytest.raises(ValueError, match="up to rotary_dim // 2 numbers; got 3 for rotary_dim=4"):
+    with pytest.raises(ValueError, match="up to qk_rope_head_dim // 2 numbers; got 3 for qk_rope_head_dim=4"):
         dataclasses.replace(SETTINGS, rotary_frequencies=(1.0, 1.0, 1.0))

@@ -128,7 +128,7 @@ def paged(**changes) -> AttentionSettings:
 
 
 def latent(**changes) -> LatentSettings:
-    sizes = dict(num_heads=3, latent_dim=16, head_dim=8, rotary_dim=4, value_dim=6, query_rank=None)
+    sizes = dict(num_heads=3, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, q_lora_rank=None)
     return LatentSettings(**sizes, rotary_frequencies=(1.0, 0.3), **dict(expanded_from=1) | changes)
 
 

@@ -161,7 +161,7 @@ def create_engine(
             num_blocks=num_blocks, block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype="float32"
         )
         weights, cache = jax.device_put((random_weights() if weights is None else weights, cache), device)
-    least = mock.patch.object(program, "chosen_least_spared", return_value=1 if shares else None)
+    least = mock.patch.object(program, "chosen_least_saved_reads", return_value=1 if shares else None)
     with least, mock.patch.object(kinds, "SHARING_TOKENS", 0):
         return Engine(model, weights, cache, head=head, draft=draft, options=EngineOptions(**sizes | options))
 

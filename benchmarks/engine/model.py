@@ -59,7 +59,7 @@ CONFIGS = {
         num_heads=16,
         rotary_frequencies=rotary_frequencies(64),
         latent=LatentConfig(
-            latent_dim=512, rotary_dim=64, value_dim=128, query_rank=None, rotary_factor=1.0, interleaved=True
+            kv_lora_rank=512, qk_rope_head_dim=64, v_head_dim=128, q_lora_rank=None, rotary_factor=1.0, interleaved=True
         ),
     ),
     "toy": TOY,
@@ -67,7 +67,7 @@ CONFIGS = {
         TOY,
         rotary_frequencies=rotary_frequencies(8),
         latent=LatentConfig(
-            latent_dim=32, rotary_dim=8, value_dim=32, query_rank=None, rotary_factor=1.0, interleaved=True
+            kv_lora_rank=32, qk_rope_head_dim=8, v_head_dim=32, q_lora_rank=None, rotary_factor=1.0, interleaved=True
         ),
     ),
 }
@@ -120,7 +120,7 @@ def _latent_attention(config: LlamaConfig, **options: Any) -> Any:
     settings = LatentSettings(
         **dataclasses.asdict(config.latent),
         num_heads=config.num_heads,
-        head_dim=config.head_dim,
+        qk_nope_head_dim=config.head_dim,
         rotary_frequencies=config.rotary_frequencies,
         dtype=jnp.bfloat16,
         param_dtype=jnp.bfloat16,

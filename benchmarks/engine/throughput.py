@@ -90,7 +90,7 @@ class Floor:
         layer_params = sum(leaf.size for leaf in jax.tree.leaves(weights["layers"]))
         heads, width = config.num_kv_heads, 2 * config.head_dim
         if config.latent is not None:
-            heads, width = 1, config.latent.latent_dim + config.latent.rotary_dim
+            heads, width = 1, config.latent.kv_lora_rank + config.latent.qk_rope_head_dim
         kv_bytes = 2 * config.num_layers * heads * width
         return cls(layer_params, config.vocab_size * config.features, kv_bytes, num_seats, **rates)
 

@@ -91,10 +91,10 @@ def _latent_floor(kind: str, kv_tokens: float, measured: dict[str, float]) -> di
     """Microseconds that the bytes or the products of a step take, whichever is longer, at the measured rates."""
     c, latent, rows = V2LITE, V2LITE.latent, int(kind.split("_")[1])
     assert latent is not None
-    width = latent.latent_dim + latent.rotary_dim
-    projections = c.features * (c.num_heads * (c.head_dim + latent.rotary_dim) + width)
-    by_head = c.num_heads * latent.latent_dim * (c.head_dim + latent.value_dim)
-    out = c.num_heads * latent.value_dim * c.features
+    width = latent.kv_lora_rank + latent.qk_rope_head_dim
+    projections = c.features * (c.num_heads * (c.head_dim + latent.qk_rope_head_dim) + width)
+    by_head = c.num_heads * latent.kv_lora_rank * (c.head_dim + latent.v_head_dim)
+    out = c.num_heads * latent.v_head_dim * c.features
 
     def of_product(num_weights: int, rows: float) -> float:
         return 2e6 * num_weights * max(1 / measured["read_bytes_per_s"], rows / measured["flops_per_s"])

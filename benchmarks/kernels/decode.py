@@ -50,7 +50,7 @@ AT_ONCE = 12  # points that are compiled together
 
 def make_options(point: Point) -> dict[str, Any]:
     options: dict[str, Any] = {"sliding_window": point.window} if point.window else {}
-    options |= {"scale": LATENT_SCALE, "latent_values": point.latent} if point.latent else {}
+    options |= {"scale": LATENT_SCALE, "value_dim": point.latent} if point.latent else {}
     return options | ({"tree": True} if point.tree else {})
 
 

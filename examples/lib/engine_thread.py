@@ -21,7 +21,7 @@ from jaxpaged import Engine, EngineStats, RequestOutput, SamplingParams
 
 Request = tuple[list[int], SamplingParams]
 
-LOOP_SHARE = 0.15  # of the time: if the event loop works for more of it, news wait
+LOOP_SHARE = 0.15  # of the time: if the event loop works for more of it, outputs wait
 MOST_HELD_SECONDS = 0.2  # but no longer than this
 
 
@@ -45,9 +45,9 @@ class Generation:
         num_completions: of all requests together.
         unfinished: how many completions of each request the engine has not finished; one number for all before `start`.
         requests: prompts and parameters; empty before `start`.
-        news: each request's latest output that `outputs` has not read. A slow reader holds one output, not all.
-        has_news: set when there are news or a failure.
-        told: the requests that have had news.
+        unread: each request's latest output that `outputs` has not read. A slow reader holds one output, not all.
+        has_unread: set when there is unread output or a failure.
+        reported: the requests that have had output.
         failure: the error that ended the engine.
         request_ids: the engine's ids; only for its thread.
     """
@@ -55,38 +55,38 @@ class Generation:
     num_completions: int
     unfinished: list[int]
     requests: list[Request] = dataclasses.field(default_factory=list)
-    news: dict[int, RequestOutput] = dataclasses.field(default_factory=dict)
-    has_news: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    told: set[int] = dataclasses.field(default_factory=set)
+    unread: dict[int, RequestOutput] = dataclasses.field(default_factory=dict)
+    has_unread: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    reported: set[int] = dataclasses.field(default_factory=set)
     failure: EngineFailedError | None = None
     request_ids: list[int] = dataclasses.field(default_factory=list)
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """Yields the index of a request that has news, and its output so far. Ends with the last request.
+        """Yields the index of a request that has new output, and its output so far. Ends with the last request.
 
         Raises:
             EngineFailedError: the engine failed.
         """
         num_left = len(self.requests)
         while num_left:
-            await self.has_news.wait()
-            self.has_news.clear()
+            await self.has_unread.wait()
+            self.has_unread.clear()
             if self.failure is not None:
                 raise self.failure
-            news, self.news = self.news, {}
-            for index, output in news.items():
+            unread, self.unread = self.unread, {}
+            for index, output in unread.items():
                 num_left -= output.finished
                 yield index, output
 
-    def tell(self, index: int, output: RequestOutput) -> None:
+    def put(self, index: int, output: RequestOutput) -> None:
         """For `outputs` to read."""
-        self.news[index] = output
-        self.told.add(index)
-        self.has_news.set()
+        self.unread[index] = output
+        self.reported.add(index)
+        self.has_unread.set()
 
     def fail(self, failure: EngineFailedError) -> None:
         self.failure = failure
-        self.has_news.set()
+        self.has_unread.set()
 
 
 class EngineThread:
@@ -119,13 +119,16 @@ class EngineThread:
         self._idle.set()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: the end
         self._askers: dict[int, tuple[Generation, int]] = {}  # by the engine's request id; only for the thread
-        self._held: dict[tuple[Generation, int], RequestOutput] = {}  # news that are to be told
+        self._held: dict[tuple[Generation, int], RequestOutput] = {}  # outputs to be put
         self._timer: asyncio.TimerHandle | None = None  # when they will be
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         self._loop = asyncio.get_running_loop()
-        self._worked, self._since = time.thread_time(), time.monotonic()  # of the event loop, when held news were told
+        self._worked, self._since = (
+            time.thread_time(),
+            time.monotonic(),
+        )  # of the event loop, at the last delivery
         self._engine.on_slice_end = functools.partial(self._inbox.put, lambda: None)  # wakes the thread
         with ThreadPoolExecutor(1, thread_name_prefix="engine") as threads:
             ended = self._loop.run_in_executor(threads, self._run)
@@ -207,13 +210,13 @@ class EngineThread:
                 self.close(generation)
             await self._idle.wait()
 
-    def _deliver(self, news: list[tuple[Generation, int, RequestOutput]], stats: EngineStats) -> None:
-        """Takes the outputs of one step. The first and the last of a request are told at once."""
+    def _deliver(self, outputs: list[tuple[Generation, int, RequestOutput]], stats: EngineStats) -> None:
+        """Takes the outputs of one step. The first and the last of a request are put at once."""
         self.stats = stats
-        for generation, index, output in news:
-            if output.finished or index not in generation.told:
+        for generation, index, output in outputs:
+            if output.finished or index not in generation.reported:
                 self._held.pop((generation, index), None)
-                generation.tell(index, output)
+                generation.put(index, output)
             else:
                 self._held[generation, index] = output
             generation.unfinished[index] = sum(completion.finish_reason is None for completion in output.outputs)
@@ -234,7 +237,7 @@ class EngineThread:
         self._worked, self._since, self._timer = worked, now, None
         held, self._held = self._held, {}
         for (generation, index), output in held.items():
-            generation.tell(index, output)
+            generation.put(index, output)
 
     def _forget(self, generation: Generation) -> None:
         self._open.pop(generation, None)
@@ -256,11 +259,11 @@ class EngineThread:
         # A step sends the slice after the one that runs. A request that comes before it is served a slice earlier.
         while self._do_messages():
             outputs = self._engine.step() if self._engine.has_unfinished_requests else []
-            news = [(*self._askers[output.request_id], output) for output in outputs]
+            new = [(*self._askers[output.request_id], output) for output in outputs]
             for output in outputs:
                 if output.finished:
                     del self._askers[output.request_id]
-            self._loop.call_soon_threadsafe(self._deliver, news, self._engine.stats())
+            self._loop.call_soon_threadsafe(self._deliver, new, self._engine.stats())
 
     def _do_messages(self) -> bool:
         """Runs the inbox's messages until the engine needs its next step; the end of a slice is a message too.

@@ -151,7 +151,7 @@ def _latent_attention(config: LlamaConfig, i: int, *, dtype: DTypeLike, rngs: nn
     settings = jaxpaged.LatentSettings(
         **dataclasses.asdict(config.latent),
         num_heads=config.num_heads,
-        head_dim=config.head_dim,
+        qk_nope_head_dim=config.head_dim,
         rotary_frequencies=config.rotary_frequencies,
         scale=config.scale,
         use_bias=config.attention_bias,

@@ -8,12 +8,12 @@ from lib.routed_experts import Routing
 
 @dataclasses.dataclass(frozen=True)
 class LatentConfig:
-    """Of multi-head latent attention; `head_dim` is then that of the part without a position."""
+    """Of multi-head latent attention; `head_dim` of the model is then qk_nope_head_dim. The names are DeepSeek's."""
 
-    latent_dim: int
-    rotary_dim: int
-    value_dim: int
-    query_rank: int | None  # None: q is not compressed
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None  # None: q is not compressed
     rotary_factor: float
     interleaved: bool
 
@@ -59,8 +59,8 @@ class LlamaConfig:
         """Of a layer's cache, as `jaxpaged.KVCache.create` takes them."""
         if self.latent is None:
             return dict(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
-        width = self.latent.latent_dim + self.latent.rotary_dim
-        return dict(num_kv_heads=1, head_dim=width, value_dim=self.latent.latent_dim, is_latent=True)
+        width = self.latent.kv_lora_rank + self.latent.qk_rope_head_dim
+        return dict(num_kv_heads=1, head_dim=width, value_dim=self.latent.kv_lora_rank, is_latent=True)
 
 
 def fused_parts(config: LlamaConfig) -> dict[str, dict[str, int]]:

@@ -53,7 +53,7 @@ class Piece:
         self.offsets += piece.offsets
 
     @property
-    def is_news(self) -> bool:
+    def has_output(self) -> bool:
         return bool(self.reasoning or self.text or self.finish_reason or self.token_ids or self.scored_ids)
 
 

@@ -51,7 +51,7 @@ class Pieces:
                     self.finish_reasons.append(piece.finish_reason)
                     if completion.finish_reason is None:
                         self._engine.end(self._generation, i, k)
-                if piece.is_news:
+                if piece.has_output:
                     yield piece
             if len(self.finish_reasons) == len(self._texts):
                 return
@@ -79,7 +79,7 @@ class CompletionText:
         self._is_echo_due = ask.is_echoed
 
     def extend(self, piece: Piece, output: RequestOutput, completion: Completion) -> Piece:
-        """Adds the news of the completion to an empty piece."""
+        """Adds the new output of the completion to an empty piece."""
         if self._is_echo_due:
             self._is_echo_due = False
             self._echo(piece, output)

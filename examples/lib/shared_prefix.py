@@ -33,7 +33,7 @@ def common_prefix(prompts: list[list[int]], block_size: int) -> list[int]:
     return first[: length // block_size * block_size]
 
 
-def num_spared_blocks(prompts: list[list[int]], prefix: list[int], block_size: int) -> int:
+def num_saved_blocks(prompts: list[list[int]], prefix: list[int], block_size: int) -> int:
     """How many blocks the prompts save: each finds the prefix's blocks, except one with its last token."""
     found = sum(min(len(prefix), len(prompt) - 1) // block_size for prompt in prompts)
     return max(found - len(prefix) // block_size, 0)

@@ -39,26 +39,26 @@ def start(
     dtype: str,
     seed: int,
     scale: Granularity | None = None,
-    num_spared: int = 0,
+    num_saved_blocks: int = 0,
     num_drafted: int = 0,
     mesh: Mesh | None = None,
 ) -> Generation:
     """An empty generation.
 
     `dtype` and `scale` are the cache's; `calibrate` sets its scales of a tensor or a head. The sequences share
-    `num_spared` blocks, so the pool has that many less, and each has room for `num_drafted` more tokens, which are
-    drafted and rejected. On a `mesh`, the KV heads of the caches are sharded over its axis.
+    `num_saved_blocks` blocks, so the pool has that many less, and each has room for `num_drafted` more tokens, which
+    are drafted and rejected. On a `mesh`, the KV heads of the caches are sharded over its axis.
 
     Raises `PoolError` if the prompts do not fit.
     """
     lengths = [len(prompt) for prompt in prompts]
     limits = [min(max_new_tokens, config.context - length + 1) for length in lengths]
-    blocks_at_start = sum(-(-length // block_size) for length in lengths) - num_spared
+    blocks_at_start = sum(-(-length // block_size) for length in lengths) - num_saved_blocks
     # The last token of a sequence is never written: nothing attends to it.
     longest = [length + limit - 1 + num_drafted for length, limit in zip(lengths, limits, strict=True)]
     blocks_at_end = [-(-length // block_size) for length in longest]
     if num_blocks is None:
-        num_blocks = 1 + sum(blocks_at_end) - num_spared
+        num_blocks = 1 + sum(blocks_at_end) - num_saved_blocks
     if num_blocks - 1 < blocks_at_start:
         raise PoolError(
             f"The prompts need {blocks_at_start} blocks of {block_size} tokens and --num-blocks {num_blocks} leaves "
@@ -89,7 +89,7 @@ def create_caches(
     placeholder = 1.0 if scale in ("tensor", "head") else None
     sizes = config.cache_sizes
     if config.latent is not None and scale == "token_head":
-        sizes["head_dim"] += config.latent.rotary_dim  # rotary numbers in two: `jaxpaged.split_rotary`
+        sizes["head_dim"] += config.latent.qk_rope_head_dim  # rotary numbers in two: `jaxpaged.split_rotary`
     create = functools.partial(
         jaxpaged.KVCache.create,
         num_blocks=num_blocks,

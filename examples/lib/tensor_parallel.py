@@ -126,7 +126,7 @@ def _interleave(
 
 def create_on(mesh: Mesh, create: Callable[[], jaxpaged.KVCache]) -> jaxpaged.KVCache:
     """A cache that no device ever holds as a whole."""
-    is_latent = jax.eval_shape(create).latent_values is not None
+    is_latent = jax.eval_shape(create).value_dim is not None
     return jax.jit(create, out_shardings=NamedSharding(mesh, P() if is_latent else CACHE))()
 
 

@@ -6,6 +6,6 @@ has its fields, and grants and takes back blocks, those behind a window too. `sh
 
 `prefix_cache` finds full blocks again by their tokens. A block that it lists and that nothing holds waits among the
 free blocks, and is listed until it is taken. `listing` is what it knows of each: tokens, and a hash table over
-`block_hashes`. `beginnings` says with how many of the blocks found a sequence begins. `layer_groups` says which layers
-of a model share a table.
+`block_hashes`. `prefix_match` says with how many of the blocks found a sequence begins. `layer_groups` says which
+layers of a model share a table.
 """

@@ -89,7 +89,7 @@ class Listing:
         num_blocks, block_size = self.tokens.shape
         return num_blocks, block_size, 1 if self.companions is None else 1 + len(self.companions)
 
-    def cleared(self) -> Listing:
+    def clear(self) -> Listing:
         return dataclasses.replace(self, table=jnp.zeros_like(self.table))
 
     def look_up(self, pool: BlockPool, blocks: jax.Array, salts: jax.Array) -> Found:

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxpaged._allocator.beginnings import Beginnings, begin_with, longest_beginnings
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.block_pool import BlockPool
 from jaxpaged._allocator.listing import BUCKETS, Listing, all_before
+from jaxpaged._allocator.prefix_match import PrefixMatch, begin_with, longest_matches
 from jaxpaged._debug import check_range
 from jaxpaged._integers import checked_size
 from jaxpaged._one_program import one_program
@@ -147,9 +147,9 @@ class PrefixCache:
         legal = (lengths > 0) & (lengths <= tokens.shape[1]) & (allocator.lengths == 0)
         num_full = jnp.where(legal, (lengths - 1) // allocator.block_size, 0)
         blocks = _cut(tokens, lengths, num_columns, allocator.block_size)
-        beginnings, _ = self.find(allocator, blocks, num_full, salts)
-        allocator, num_cached = begin_with(allocator, beginnings)
-        return self.counted(beginnings), allocator, num_cached
+        matches, _ = self.find(allocator, blocks, num_full, salts)
+        allocator, num_cached = begin_with(allocator, matches)
+        return self.count(matches), allocator, num_cached
 
     def insert(
         self, allocator: BlockAllocator, tokens: ArrayLike, *, salts: ArrayLike | None = None
@@ -193,7 +193,7 @@ class PrefixCache:
 
     def find(
         self, allocator: BlockAllocator, blocks: jax.Array, num_full: jax.Array, salts: jax.Array
-    ) -> tuple[Beginnings, jax.Array]:
+    ) -> tuple[PrefixMatch, jax.Array]:
         """The cached blocks with which sequences begin.
 
         Args:
@@ -203,25 +203,25 @@ class PrefixCache:
             salts: int32 `[seqs]`.
 
         Returns:
-            beginnings: a row for each sequence.
+            matches: a row for each sequence.
             tags: uint32 `[seqs, columns]`: a hash of the block and of all blocks before it.
         """
         found = self.listing.look_up(allocator.pool, blocks, salts)
         there = all_before(_first_columns(num_full, blocks.shape[1]) & found.are_same)
         if allocator.windows == (None,):
             num_found = there.sum(axis=1, dtype=jnp.int32)
-            return Beginnings(num_full, num_found, found.ids[:, None], there[:, None]), found.tags
+            return PrefixMatch(num_full, num_found, found.ids[:, None], there[:, None]), found.tags
         others, are_there = self.listing.companions_of(allocator.pool, found.ids)
         ids = jnp.concatenate([found.ids[None], others])
         are_there = jnp.concatenate([there[None], there[None] & are_there])
-        return longest_beginnings(allocator, num_full, ids, are_there), found.tags
+        return longest_matches(allocator, num_full, ids, are_there), found.tags
 
-    def counted(self, beginnings: Beginnings) -> PrefixCache:
+    def count(self, matches: PrefixMatch) -> PrefixCache:
         """With what was looked up, and what of it was found, in the counts."""
         return dataclasses.replace(
             self,
-            num_lookups=self.num_lookups + beginnings.num_asked.sum(dtype=jnp.int32),
-            num_hits=self.num_hits + beginnings.num_found.sum(dtype=jnp.int32),
+            num_lookups=self.num_lookups + matches.num_asked.sum(dtype=jnp.int32),
+            num_hits=self.num_hits + matches.num_found.sum(dtype=jnp.int32),
         )
 
     def insert_blocks(
@@ -276,7 +276,7 @@ class PrefixCache:
         """
         self.check_sizes(allocator)
         allocator = dataclasses.replace(allocator, pool=allocator.pool.forget())
-        return dataclasses.replace(self, listing=self.listing.cleared()), allocator
+        return dataclasses.replace(self, listing=self.listing.clear()), allocator
 
     def _num_columns(self, allocator: BlockAllocator, tokens: jax.Array) -> int:
         return min(tokens.shape[1] // allocator.block_size, allocator.block_tables.shape[-1])

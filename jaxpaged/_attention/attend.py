@@ -26,7 +26,7 @@ def attend(q: jax.Array, cache: KVCache | CacheLayer, allocator: BlockAllocator,
     if isinstance(cache, CacheLayer):
         _check_layer(cache, q, allocator, options)
     pool, block_tables = _pool_and_tables(cache, allocator)
-    options |= dict(k_scale=pool.k_scale, v_scale=pool.v_scale, latent_values=pool.latent_values)
+    options |= dict(k_scale=pool.k_scale, v_scale=pool.v_scale, value_dim=pool.value_dim)
     return planned_attention(q, pool.k, pool.v, block_tables, allocator.lengths, **options)
 
 
@@ -37,7 +37,7 @@ def attend_to_history(
     _check_blocks(pools_of(cache), allocator)
     _check_group(allocator, None)
     pool, block_tables = _pool_and_tables(cache, allocator)
-    options |= dict(k_scale=pool.k_scale, latent_values=pool.latent_values, return_lse=True)
+    options |= dict(k_scale=pool.k_scale, value_dim=pool.value_dim, return_lse=True)
     return whole_attention(q, pool.k, pool.v, block_tables, lengths, **options)
 
 

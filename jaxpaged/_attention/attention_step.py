@@ -233,7 +233,7 @@ class AttentionStep:
         if k is None:
             if rotary_frequencies is not None:
                 angles = cos_sin(self.positions, jnp.asarray(rotary_frequencies, jnp.float32))
-                q = rotate(q, *angles, interleaved=interleaved, start=pools_of(cache).latent_values or 0)
+                q = rotate(q, *angles, interleaved=interleaved, start=pools_of(cache).value_dim or 0)
         elif rotary_frequencies is None:
             cache = write_kv(cache, k, v, self.slots)
         else:

@@ -1,7 +1,7 @@
 """A call of the attention function: its arguments, checked once, then carried in one form."""
 
 import dataclasses
-from typing import Any, Unpack
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ class CallKeywords(Options, total=False):
 
     query_starts: ArrayLike | None
     tree_mask: ArrayLike | None
-    latent_values: int | None
+    value_dim: int | None
 
 
 @jax.tree_util.register_dataclass
@@ -40,13 +40,13 @@ class Call:
     block_tables: jax.Array  # int32 [seqs, max_blocks]
     lengths: jax.Array  # int32 [seqs], within 0 and the capacity of a table row
     options: AttentionOptions
+    value_dim: int = dataclasses.field(metadata=dict(static=True))  # of v_cache and of the output
     query_starts: jax.Array | None = None  # int32 [seqs + 1]; None: uniform
     tree_mask: jax.Array | None = None  # uint32 [seqs, q_len, words]; of uniform calls
     # int32 [seqs], uniform calls only: the last query tokens of a sequence, the others see nothing. None: all.
     num_read: jax.Array | None = None
     # False: every query sees the whole sequence, and its position is that of the last token.
     causal: bool = dataclasses.field(default=True, metadata=dict(static=True))
-    latent_values: Any = dataclasses.field(default=None, metadata=dict(static=True))  # int: value_dim without v_cache
 
     @property
     def tokens_per_seq(self) -> int | None:
@@ -65,14 +65,9 @@ class Call:
     def head_dim(self) -> int:
         return self.q.shape[-1]
 
-    @property
-    def value_dim(self) -> int:
-        """Of v_cache and of the output."""
-        return self.latent_values if self.v_cache is None else self.v_cache.shape[-1]
-
     def shapes(self, q_len: int = 1) -> Shapes:
         """As kernels ask for them, on runs of `q_len` query tokens."""
-        return Shapes.of(self.q, self.k_cache, self.v_cache, self.latent_values, q_len=q_len)
+        return Shapes.of(self.q, self.k_cache, self.v_cache, self.value_dim, q_len=q_len)
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -122,7 +117,7 @@ def check_call(
     *,
     query_starts: ArrayLike | None = None,
     tree_mask: ArrayLike | None = None,
-    latent_values: int | None = None,
+    value_dim: int | None = None,
     **options: Unpack[Options],
 ) -> Call:
     """Raises `ValueError` if no implementation could take them; returns the arguments in one form."""
@@ -132,14 +127,16 @@ def check_call(
     elif q.ndim not in (3, 4):
         raise ValueError(f"q must be [seqs, heads, head_dim] or [seqs, q_len, heads, head_dim]; got {q.shape=}.")
     seqs = q.shape[0] if query_starts is None else lengths.shape[0]
-    if (v_cache is None) != (latent_values is not None):
+    if (v_cache is None) != (value_dim is not None):
         raise ValueError(
-            "v_cache=None and latent_values go together, for a latent cache; "
-            f"got v_cache{'=None' if v_cache is None else f'.shape={v_cache.shape}'}, {latent_values=}."
+            "v_cache=None and value_dim go together, for a latent cache; "
+            f"got v_cache{'=None' if v_cache is None else f'.shape={v_cache.shape}'}, {value_dim=}."
         )
-    if latent_values is not None:
-        latent_values = checked_value_dim(k_cache.shape[-1], latent_values, is_latent=True)
     capacity = _check_shapes(q, k_cache, v_cache, block_tables, lengths, seqs=seqs)
+    if v_cache is None:
+        value_dim = checked_value_dim(k_cache.shape[-1], value_dim, is_latent=True)
+    else:
+        value_dim = v_cache.shape[-1]
     call = Call(
         q=q if q.ndim == 4 or query_starts is not None else q[:, None],
         k_cache=k_cache,
@@ -147,9 +144,9 @@ def check_call(
         block_tables=block_tables,
         lengths=jnp.clip(lengths, 0, capacity),
         options=check_options(k_cache, q.shape[-2], capacity, is_latent=v_cache is None, **options),
+        value_dim=value_dim,
         query_starts=query_starts,
         tree_mask=None if tree_mask is None else _check_tree_mask(tree_mask, q),
-        latent_values=latent_values,
     )
     check_attention(call, lengths)
     return call

@@ -30,8 +30,8 @@ FEW_ROWS = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class Known:
-    """What a caller tells beforehand, beside the shapes of a call."""
+class StaticHints:
+    """Static facts about a call, besides its shapes."""
 
     num_partitions: int | None = None  # of each sequence; None: chosen here
     window: int | None = None  # the sliding window in tokens, if it is a number
@@ -39,7 +39,7 @@ class Known:
     implementation: Implementation | None = None  # named: nothing else may compute the call
 
 
-NOTHING = Known()
+NO_HINTS = StaticHints()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,38 +69,38 @@ class Refusal:
         return self.message.partition("; got ")[0]
 
 
-def choose(call: Call, gpu: Gpu, known: Known = NOTHING) -> Choice | Refusal:
+def choose(call: Call, gpu: Gpu, hints: StaticHints = NO_HINTS) -> Choice | Refusal:
     """Reads no array: shapes, dtypes, and which options there are."""
-    total, by_name = known.total_partitions, known.implementation is not None
+    total, by_name = hints.total_partitions, hints.implementation is not None
     planned = total is not None and follows(call, total)
-    by_prefill_kernel = not planned and _prefill_is_faster(call, gpu, known)
+    by_prefill_kernel = not planned and _prefill_is_faster(call, gpu, hints)
     decode_limits = () if by_prefill_kernel else _decode_limits(call, gpu)
     for text, is_beyond in itertools.chain(_option_limits(call), decode_limits, _faults(gpu, by_name=by_name)):
         if is_beyond:
             return Refusal(text, is_told=gpu.has_kernels)
     if by_prefill_kernel:
-        choice = by_prefill(call, gpu, known)
+        choice = by_prefill(call, gpu, hints)
     elif (run := _latent_run(call, gpu)) is not None:
-        choice = by_latent(call, gpu, known, run)
+        choice = by_latent(call, gpu, hints, run)
     else:
-        seqs, seen = call.lengths.shape[0], visible(call, known.window)
-        if total is None and known.num_partitions is None and plan_pays(gpu, pairs=seqs * call.kv_heads, seen=seen):
+        seqs, seen = call.lengths.shape[0], visible(call, hints.window)
+        if total is None and hints.num_partitions is None and plan_pays(gpu, pairs=seqs * call.kv_heads, seen=seen):
             planned = follows(call, partition_plan.default_total(seqs, programs_at_once(gpu, call.kv_heads)))
-        choice = by_decode(call, gpu, known, planned=planned)
+        choice = by_decode(call, gpu, hints, planned=planned)
     return dataclasses.replace(choice, falls_back=not by_name)
 
 
-def _prefill_is_faster(call: Call, gpu: Gpu, known: Known) -> bool:
+def _prefill_is_faster(call: Call, gpu: Gpu, hints: StaticHints) -> bool:
     """Whether the prefill kernel takes the call, and computes it faster than the decode kernel."""
     q_len = call.tokens_per_seq
     # The decode kernel keeps single tokens, of all the heads that it takes.
     many_rows = q_len is None or q_len * call.group > (decode_config.MAX_ROWS if q_len == 1 else FEW_ROWS)
-    is_plain = call.tree_mask is None and known.num_partitions in (None, 1)
+    is_plain = call.tree_mask is None and hints.num_partitions in (None, 1)
     takes = prefill_config.takes if gpu.is_hopper else portable_config.takes
     return many_rows and is_plain and takes(call.shapes(), gpu.compute_capability)
 
 
-def by_decode(call: Call, gpu: Gpu, known: Known = NOTHING, *, planned: bool = False) -> Choice:
+def by_decode(call: Call, gpu: Gpu, hints: StaticHints = NO_HINTS, *, planned: bool = False) -> Choice:
     """The decode kernel, with its default configuration, whatever the rules say. `planned`: it follows a plan."""
     num_runs, run = _runs(call, gpu)
     shapes = call.shapes(run)
@@ -112,14 +112,14 @@ def by_decode(call: Call, gpu: Gpu, known: Known = NOTHING, *, planned: bool = F
         capacity=call.capacity,
         num_sms=gpu.num_sms,
         compute_capability=gpu.compute_capability,
-        window=known.window,
-        num_partitions=known.num_partitions,
+        window=hints.window,
+        num_partitions=hints.num_partitions,
         planned=planned,
     )
     mapped = None
-    if planned or (known.num_partitions is None and config.num_partitions > 1):
+    if planned or (hints.num_partitions is None and config.num_partitions > 1):
         # Mapped calls whose partitions merge in memory run one after the other: see `pallas_kernels.common.launch`.
-        mapped = by_decode(call, gpu, dataclasses.replace(known, num_partitions=1))
+        mapped = by_decode(call, gpu, dataclasses.replace(hints, num_partitions=1))
     return Choice("paged_decode", config, run, programs_at_once(gpu, call.kv_heads) if planned else None, mapped)
 
 
@@ -132,16 +132,16 @@ def _latent_run(call: Call, gpu: Gpu) -> int | None:
     return run if is_plain and latent_config.takes(call.shapes(run), gpu.compute_capability) else None
 
 
-def by_latent(call: Call, gpu: Gpu, known: Known, run: int) -> Choice:
+def by_latent(call: Call, gpu: Gpu, hints: StaticHints, run: int) -> Choice:
     """The kernel for latents, with its default configuration."""
     num_rows = _num_runs(call, run) * run * call.group
     config = latent_config.default_config(
-        num_rows=num_rows, capacity=call.capacity, num_sms=gpu.num_sms, num_partitions=known.num_partitions
+        num_rows=num_rows, capacity=call.capacity, num_sms=gpu.num_sms, num_partitions=hints.num_partitions
     )
     return Choice("paged_latent", config, run)
 
 
-def by_prefill(call: Call, gpu: Gpu, known: Known) -> Choice:
+def by_prefill(call: Call, gpu: Gpu, hints: StaticHints) -> Choice:
     """The GPU's form of the prefill kernel, with its default configuration."""
     config: prefill_config.Config | portable_config.Config
     if gpu.is_hopper:
@@ -153,8 +153,8 @@ def by_prefill(call: Call, gpu: Gpu, known: Known) -> Choice:
         num_runs = -(-call.q.shape[0] // config.item_tokens)  # in groups that share a prefix there are few others
     num_items = num_runs * (call.q.shape[-2] // config.heads)
     num_parts = 1  # the bits of a call that asks for one partition do not depend on the GPU
-    if known.num_partitions is None:
-        seen = visible(call, known.window)
+    if hints.num_partitions is None:
+        seen = visible(call, hints.window)
         num_parts = prefill_config.default_parts(
             num_items=num_items, visible=seen, head_dim=call.head_dim, num_sms=gpu.num_sms
         )

@@ -84,7 +84,7 @@ def context_parallel_attention(
         Dao et al., Flash-Decoding for long-context inference, 2023, across devices.
     """
     arrays = q, k_cache, v_cache, block_tables, lengths
-    checked = "scale", "k_scale", "v_scale", "latent_values"
+    checked = "scale", "k_scale", "v_scale", "value_dim"
     call = check_call(*arrays, sinks=sinks, **{name: x for name, x in options.items() if name in checked})  # type: ignore[arg-type]
     call = dataclasses.replace(call, lengths=as_int32(lengths))  # of all devices: they may exceed one device's tables
     if sinks is not None:  # once, on the first device

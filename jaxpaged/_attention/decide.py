@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxpaged import _device
 from jaxpaged._attention import kernel_cases
 from jaxpaged._attention.call import Call, check_call
-from jaxpaged._attention.choose import Choice, Known, Refusal, choose
+from jaxpaged._attention.choose import Choice, Refusal, StaticHints, choose
 from jaxpaged._attention.launch import Results, launch
 from jaxpaged._device import Gpu
 from jaxpaged._version import __version__
@@ -42,37 +42,37 @@ LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (jax.__file__, _dev
 
 _lock = threading.Lock()
 _kept = dict[Gpu, str]()  # what this process knows of a GPU: what is wrong with the kernels, empty if nothing is
-_told = set[str]()  # what has been warned of: once a process
+_warned = set[str]()  # what has been warned of: once a process
 
 
-def decide(call: Call, known: Known, gpu: Gpu | None = None, *, computes: bool = False) -> Choice | Refusal:
+def decide(call: Call, hints: StaticHints, gpu: Gpu | None = None, *, computes: bool = False) -> Choice | Refusal:
     """How the kernels compute the call on a GPU, by default JAX's default device; a refusal if XLA does.
 
     `computes`: the call is computed or traced now, which is when the self-test may run. Raises `NotImplementedError` if
     the kernels were named and none takes it.
     """
-    if known.implementation == "xla":
+    if hints.implementation == "xla":
         return Refusal('the call names implementation="xla".', is_told=False)
     try:
         gpu = gpu or _device.gpu()
     except NotImplementedError as no_gpu:
         choice: Choice | Refusal = Refusal(str(no_gpu), is_told=False)
     else:
-        if known.implementation is None:
+        if hints.implementation is None:
             fault = kept_fault(gpu)
             if fault is None and computes:
                 fault = find_fault(gpu, in_trace=_in_trace(call))
             gpu = dataclasses.replace(gpu, fault=fault or "")
-        choice = choose(call, gpu, known)
-    if known.implementation == "mosaic_gpu" and isinstance(choice, Refusal):
+        choice = choose(call, gpu, hints)
+    if hints.implementation == "mosaic_gpu" and isinstance(choice, Refusal):
         raise NotImplementedError(choice.message)
     return choice
 
 
-def tell(message: str, reason: str | None = None) -> None:
+def warn_once(message: str, reason: str | None = None) -> None:
     """Warns the user's line, once a process for each reason."""
-    if (reason or message) not in _told:
-        _told.add(reason or message)
+    if (reason or message) not in _warned:
+        _warned.add(reason or message)
         warnings.warn(message, skip_file_prefixes=LIBRARIES)
 
 
@@ -88,7 +88,7 @@ def find_fault(gpu: Gpu, *, in_trace: bool, test: Callable[[Gpu], str] | None = 
     with _lock:
         fault = kept_fault(gpu)
         if fault is None and in_trace:
-            tell(
+            warn_once(
                 f"jaxpaged's kernels compute on {gpu.name}, a kind of GPU on which they have not been tested. Run "
                 "`python -m jaxpaged.selftest` once, or call jaxpaged.paged_attention outside of jax.jit. "
                 f"{VARIABLE}=0 in the environment: no test, no warning."
@@ -137,7 +137,7 @@ def quick_test(gpu: Gpu) -> str:
 
     def attend(*arrays: Any, **options: Any) -> Results:
         call = check_call(*arrays, **options)
-        choice = choose(call, gpu, Known(implementation="mosaic_gpu"))
+        choice = choose(call, gpu, StaticHints(implementation="mosaic_gpu"))
         if isinstance(choice, Refusal):
             raise NotImplementedError(choice.message)
         return launch(choice, call, None)

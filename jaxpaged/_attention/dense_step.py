@@ -54,7 +54,7 @@ class DenseStep:
         if v is None:
             if cache is None:
                 raise ValueError("a latent layer needs a cache, which knows how many numbers of k are its values.")
-            value_dim = pools_of(cache).latent_values  # type: ignore[arg-type]
+            value_dim = pools_of(cache).value_dim  # type: ignore[arg-type]
         q, k = (x.reshape(-1, *x.shape[-2:]) for x in (q, k))
         v = k[..., :value_dim] if v is None else v.reshape(-1, *v.shape[-2:])
         if len(q) != len(self.positions):

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from jaxpaged import _device
 from jaxpaged._attention.call import Call
-from jaxpaged._attention.choose import Choice, Kernel, Known
+from jaxpaged._attention.choose import Choice, Kernel, StaticHints
 from jaxpaged._attention.decide import decide
 from jaxpaged._attention.public import AttentionKeywords, check
 from jaxpaged._attention.shared_prefix import split
@@ -103,9 +103,9 @@ cache_dtype=float32, q_dtype=bfloat16.
         given = [next(traced) if array else leaf for array, leaf in zip(is_array, leaves, strict=True)]
         arguments, named = jax.tree.unflatten(tree, given)
         groups = named.pop("prefix_groups", None)
-        call, known = check(arguments, **named)
+        call, hints = check(arguments, **named)
         parts = None if groups is None else split(call, groups)
-        found.extend(_explanation(part, known, on) for part in ([call] if parts is None else parts[:2]))
+        found.extend(_explanation(part, hints, on) for part in ([call] if parts is None else parts[:2]))
 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, array in zip(leaves, is_array, strict=True) if array]
     jax.eval_shape(trace, shapes)
@@ -113,8 +113,8 @@ cache_dtype=float32, q_dtype=bfloat16.
     return dataclasses.replace(last, shared=shared[0]) if shared else last
 
 
-def _explanation(call: Call, known: Known, gpu: _device.Gpu | None) -> Explanation:
-    choice = decide(call, known, gpu)
+def _explanation(call: Call, hints: StaticHints, gpu: _device.Gpu | None) -> Explanation:
+    choice = decide(call, hints, gpu)
     if not isinstance(choice, Choice):
         return Explanation("xla", choice.message, None, None, None)
     config: Any = choice.config

@@ -30,8 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
     "int8, a scale a token and head": dict(cache_dtype=jnp.int8, with_token_scales=True),
     "float8_e4m3fn": dict(cache_dtype=jnp.float8_e4m3fn),
     "float8_e5m2": dict(cache_dtype=jnp.float8_e5m2),
-    "a latent, 16 heads": dict(heads=16, kv_heads=1, head_dim=576, latent_values=512),
-    "a latent, 128 heads": dict(heads=128, kv_heads=1, head_dim=576, latent_values=512),
+    "a latent, 16 heads": dict(heads=16, kv_heads=1, head_dim=576, value_dim=512),
+    "a latent, 128 heads": dict(heads=128, kv_heads=1, head_dim=576, value_dim=512),
     "prompts": PROMPTS,
     "prompts: float16, head_dim 64, blocks of 32": PROMPTS | dict(dtype=jnp.float16, head_dim=64, block_size=32),
     "prompts: head_dim 80, one head a KV head": PROMPTS | dict(head_dim=80, heads=2),
@@ -46,7 +46,7 @@ class Case(NamedTuple):
     arrays: tuple[Any, ...]  # q, caches, tables, lengths
     options: dict[str, Any]  # of the reference too
     how: dict[str, Any]  # other arguments of paged_attention
-    latent_values: int | None
+    value_dim: int | None  # of a latent
 
 
 def make_case(
@@ -64,7 +64,7 @@ def make_case(
     with_tree: bool = False,
     is_packed: bool = False,
     num_partitions: int | None = None,
-    latent_values: int | None = None,
+    value_dim: int | None = None,  # of a latent
 ) -> Case:
     """Blocks in random order, and NaN in every slot and scale that no sequence owns."""
     rng, lengths = np.random.default_rng(0), LENGTHS
@@ -100,31 +100,29 @@ def make_case(
         rows = (int(starts[-1]),)
         options["query_starts"] = jnp.asarray(starts, jnp.int32)
     q = jnp.asarray(rng.normal(size=(*rows, heads, head_dim)), jnp.float32).astype(dtype)
-    if latent_values is not None:
+    if value_dim is not None:
         options["scale"] = jnp.float32(head_dim**-0.5)
     arrays = (
         q,
         cache(),
-        cache() if latent_values is None else None,
+        cache() if value_dim is None else None,
         jnp.asarray(tables),
         jnp.asarray(lengths, jnp.int32),
     )
     how: dict[str, Any] = {} if num_partitions is None else dict(num_partitions=num_partitions)
     if with_plan:
         how["plan"] = make_plan(arrays[-1], num_kv_heads=kv_heads, q_len=q_len)
-    return Case(arrays, options, how, latent_values)
+    return Case(arrays, options, how, value_dim)
 
 
 def worst_error(case: Case, attend: Callable[..., tuple[jax.Array, jax.Array]]) -> float:
     """The worst error of a row of out, divided by its largest number, or of the lse; NaN or infinity if a result is not
     finite. `attend`: takes the arguments of `paged_attention`, returns out and lse."""
-    out, lse = jax.jit(
-        lambda arrays, options: attend(*arrays, **options, **case.how, latent_values=case.latent_values)
-    )(case.arrays, case.options)
+    out, lse = jax.jit(lambda arrays, options: attend(*arrays, **options, **case.how, value_dim=case.value_dim))(
+        case.arrays, case.options
+    )
     expected, expected_lse = jax.jit(
-        lambda arrays, options: paged_attention_reference(
-            *arrays, **options, latent_values=case.latent_values, return_lse=True
-        )
+        lambda arrays, options: paged_attention_reference(*arrays, **options, value_dim=case.value_dim, return_lse=True)
     )(case.arrays, case.options)
     largest = jnp.maximum(jnp.abs(expected).max(axis=-1), 1e-6)
     of_rows = jnp.abs(out.astype(jnp.float32) - expected).max(axis=-1) / largest

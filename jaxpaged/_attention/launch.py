@@ -36,7 +36,7 @@ def _launch_decode(choice: Choice, call: Call, plan: PartitionPlan | None) -> Re
         return join_packed(*_launch_decode(choice, cut_packed(call, runs), plan), call, runs)
     a, tree = cut_uniform(call, choice.run), from_rows(call.tree_mask, call.lengths)
     config: Any = choice.config
-    how: Any = dict(value_dim=call.latent_values, config=config)
+    how: Any = dict(value_dim=call.value_dim, config=config)
     if choice.kernel == "paged_latent":
         results = latent.launch(a.q[:, 0], a.k_cache, a.block_tables, a.lengths, a.options.scale, **how)
         results = results[0][:, None], results[1][:, None]

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._attention.call import Call, CallKeywords, check_call
-from jaxpaged._attention.choose import Implementation, Known
+from jaxpaged._attention.choose import Implementation, StaticHints
 from jaxpaged._attention.options import known_int
 from jaxpaged._attention.plan import check_partitions
 from jaxpaged._attention.run import attend
@@ -26,7 +26,7 @@ class ContextKeywords(TypedDict, total=False):
     logits_soft_cap: ArrayLike | None
     k_scale: ArrayLike | None
     v_scale: ArrayLike | None
-    latent_values: int | None
+    value_dim: int | None
     num_partitions: int | None
     implementation: Implementation | None
 
@@ -82,7 +82,7 @@ def paged_attention(
     v_scale: ArrayLike | None = None,
     tree_mask: ArrayLike | None = None,
     prefix_groups: PrefixGroups | None = None,
-    latent_values: int | None = None,
+    value_dim: int | None = None,
     num_partitions: int | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
@@ -108,7 +108,7 @@ def paged_attention(
             sequence shorter than q_len is padding: its output is zero, its lse -inf.
         k_cache: `[blocks, block_size, kv_heads, head_dim]`, in q's dtype, another of those, or float8_e4m3fn,
             float8_e5m2 or int8.
-        v_cache: as `k_cache`, `[blocks, block_size, kv_heads, value_dim]`. None: a latent cache, see `latent_values`.
+        v_cache: as `k_cache`, `[blocks, block_size, kv_heads, value_dim]`. None: a latent cache, see `value_dim`.
         block_tables: int32 `[seqs, max_blocks]`, the ids of each sequence's blocks in order.
         lengths: int32 `[seqs]`, tokens in each sequence, the ones of `q` included. Length 0 gives zeros, lse -inf.
         query_starts: int32 `[seqs + 1]`, not descending. With it q is `[tokens, heads, head_dim]`, and the newest
@@ -137,9 +137,9 @@ def paged_attention(
         prefix_groups: what `BlockAllocator.prefix_groups` returns after the `append`: blocks that several sequences
             begin with are then read once for all of them. With a window or ALiBi every sequence reads its own blocks.
             Results differ by rounding: the two parts of an output are rounded to q's dtype before they are added up.
-        latent_values: for a latent cache, whose values are the first `latent_values` numbers of the keys: multi-head
+        value_dim: for a latent cache only, whose values are the first `value_dim` numbers of the keys: multi-head
             latent attention. q is absorbed, `[..., heads, latent + rotary]`, and the output `[..., heads, latent]`.
-            Pass `cache.latent_values`, and `scale`, which does not follow from the width.
+            Pass `cache.value_dim`, and `scale`, which does not follow from the width.
         num_partitions: into how many parts each sequence is cut; they are computed side by side and then merged. With
             a number, a sequence's output does not depend on its batch neighbours. None: 1 on a CPU; on a GPU enough to
             fill it, or a plan if some sequences may be much longer than others.
@@ -189,7 +189,7 @@ def paged_attention(
         v_scale=v_scale,
         tree_mask=tree_mask,
         prefix_groups=prefix_groups,
-        latent_values=latent_values,
+        value_dim=value_dim,
         num_partitions=num_partitions,
         return_lse=return_lse,
         implementation=implementation,
@@ -212,14 +212,14 @@ def planned_attention(
     **options: Unpack[CallKeywords],
 ) -> Any:
     """`paged_attention` by the partition plan of a step; None: it makes its own if that pays."""
-    call, known = check(
+    call, hints = check(
         (q, k_cache, v_cache, block_tables, lengths),
         num_partitions=num_partitions,
         plan=plan,
         implementation=implementation,
         **options,
     )
-    out, lse = attend(call, known, plan, prefix_groups)
+    out, lse = attend(call, hints, plan, prefix_groups)
     if options.get("query_starts") is None and jnp.ndim(q) == 3:
         out, lse = out[:, 0], lse[:, 0]
     return (out, lse) if return_lse else out
@@ -236,20 +236,20 @@ def whole_attention(
     query_starts: jax.Array | None,
     scale: ArrayLike,
     k_scale: jax.Array | None,
-    latent_values: int | None,
+    value_dim: int | None,
     implementation: Implementation | None,
     return_lse: Literal[True],  # `on_shards` asks for it
 ) -> tuple[jax.Array, jax.Array]:
     """`paged_attention` of queries that see all of `lengths`, none of which is a query's own token."""
-    call, known = check(
+    call, hints = check(
         (q, k_cache, v_cache, block_tables, lengths),
         query_starts=query_starts,
         scale=scale,
         k_scale=k_scale,
-        latent_values=latent_values,
+        value_dim=value_dim,
         implementation=implementation,
     )
-    return attend(dataclasses.replace(call, causal=False), known, None, None)
+    return attend(dataclasses.replace(call, causal=False), hints, None, None)
 
 
 def check(
@@ -259,16 +259,16 @@ def check(
     plan: PartitionPlan | None = None,
     implementation: Implementation | None = None,
     **options: Unpack[CallKeywords],
-) -> tuple[Call, Known]:
+) -> tuple[Call, StaticHints]:
     """The checked arguments, and what is known of them before they become arrays."""
     if implementation not in (None, "mosaic_gpu", "xla"):
         raise ValueError(f'implementation must be None, "mosaic_gpu" or "xla"; got {implementation=}.')
     num_partitions = check_partitions(num_partitions)
     call = check_call(*arrays, **options)
-    known = Known(
+    hints = StaticHints(
         num_partitions=num_partitions,
         window=known_int(options.get("sliding_window")),
         total_partitions=None if plan is None else plan.total_partitions,
         implementation=implementation,
     )
-    return call, known
+    return call, hints

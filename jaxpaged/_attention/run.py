@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._attention import xla
 from jaxpaged._attention.call import Call
-from jaxpaged._attention.choose import Choice, Known
-from jaxpaged._attention.decide import decide, tell
+from jaxpaged._attention.choose import Choice, StaticHints
+from jaxpaged._attention.decide import decide, warn_once
 from jaxpaged._attention.launch import Results, launch
 from jaxpaged._attention.merge import merge_attention
 from jaxpaged._attention.shared_prefix import split
@@ -27,24 +27,24 @@ PARTITIONED = (
 )
 
 
-def attend(call: Call, known: Known, plan: PartitionPlan | None, prefix_groups: PrefixGroups | None) -> Results:
+def attend(call: Call, hints: StaticHints, plan: PartitionPlan | None, prefix_groups: PrefixGroups | None) -> Results:
     """The call by a kernel or by XLA; blocks that sequences share are read once."""
     parts = None if prefix_groups is None else split(call, prefix_groups)
     if parts is None:
-        return _attend(call, known, plan)
+        return _attend(call, hints, plan)
     shared, rest, takes_part = parts
-    out, lse = _attend(shared, known, plan)
+    out, lse = _attend(shared, hints, plan)
     lse = jnp.where(takes_part[..., None], lse.reshape(call.q.shape[:-1]), -jnp.inf)
-    return merge_attention(out.reshape(call.out_shape), lse, *_attend(rest, known, plan))
+    return merge_attention(out.reshape(call.out_shape), lse, *_attend(rest, hints, plan))
 
 
-def _attend(call: Call, known: Known, plan: PartitionPlan | None) -> Results:
-    choice = decide(call, known, computes=True)
+def _attend(call: Call, hints: StaticHints, plan: PartitionPlan | None) -> Results:
+    choice = decide(call, hints, computes=True)
     if isinstance(choice, Choice):
         return run(choice, call, plan)
     if choice.is_told:
-        tell(f"XLA computes this call: {choice.message}", choice.reason)
-    return xla.attend(call, num_partitions=known.num_partitions)
+        warn_once(f"XLA computes this call: {choice.message}", choice.reason)
+    return xla.attend(call, num_partitions=hints.num_partitions)
 
 
 def run(choice: Choice, call: Call, plan: PartitionPlan | None = None) -> Results:

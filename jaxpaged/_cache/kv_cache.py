@@ -38,7 +38,7 @@ class KVCache:
             `[kv_heads]`, or `[blocks, block_size, kv_heads]` (one for each token and head). In a stack the first two
             are `[layers, 1]` and `[layers, kv_heads]`; the last has a leading layer axis as k has.
         v_scale: as k_scale; None in a latent cache.
-        latent_values: in a latent cache, how many of the first numbers of each key are the value; else None.
+        value_dim: in a latent cache, how many of the first numbers of each key are the value. None: v has its own.
 
     Block 0 is the null block: it pads every block table and holds no sequence's tokens.
 
@@ -50,7 +50,7 @@ class KVCache:
     v: jax.Array | Any  # None if latent; users of other caches need not ask
     k_scale: jax.Array | None = None
     v_scale: jax.Array | None = None
-    latent_values: int | None = dataclasses.field(default=None, metadata=dict(static=True))
+    value_dim: int | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     @classmethod
     def create(
@@ -104,7 +104,7 @@ class KVCache:
             >>> jaxpaged.KVCache.create(
             ...     num_blocks=8, block_size=16, num_kv_heads=1, head_dim=576, value_dim=512, is_latent=True
             ... )
-            KVCache(k=bfloat16[8,16,1,576], v=None, k_scale=None, v_scale=None, latent_values=512)
+            KVCache(k=bfloat16[8,16,1,576], v=None, k_scale=None, v_scale=None, value_dim=512)
         """
         sizes = dict(num_blocks=num_blocks, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim)
         shape = tuple(checked_size(name, size) for name, size in sizes.items())
@@ -118,7 +118,7 @@ class KVCache:
         if is_latent:
             if v_scale is not None:
                 raise ValueError("the values of a latent cache have the scale of its keys: leave v_scale out.")
-            return cls(k=jnp.zeros(shape, dtype), v=None, k_scale=k_scale, latent_values=value_dim)
+            return cls(k=jnp.zeros(shape, dtype), v=None, k_scale=k_scale, value_dim=value_dim)
         return cls(
             k=jnp.zeros(shape, dtype),
             v=jnp.zeros((*shape[:-1], value_dim), dtype),
@@ -201,10 +201,10 @@ def check_cache(cache: KVCache) -> None:
         )
     k, v = cache.k, cache.v
     if v is None:
-        if k.ndim not in (4, 5) or k.dtype not in CACHE_DTYPES or not 0 < (cache.latent_values or 0) <= k.shape[-1]:
+        if k.ndim not in (4, 5) or k.dtype not in CACHE_DTYPES or not 0 < (cache.value_dim or 0) <= k.shape[-1]:
             raise ValueError(
                 "k of a latent cache must be [blocks, block_size, kv_heads, width], or that with a leading layer axis, "
-                f"and latent_values at most the width; got {k.shape=}, {k.dtype=!s}, {cache.latent_values=}."
+                f"and value_dim at most the width; got {k.shape=}, {k.dtype=!s}, {cache.value_dim=}."
             )
         if cache.v_scale is not None:
             raise ValueError("the values of a latent cache have the scale of its keys: leave v_scale out.")

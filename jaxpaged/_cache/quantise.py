@@ -98,4 +98,4 @@ def widen_kv(cache: KVCache, dtype: DTypeLike = jnp.float32) -> KVCache:
         return (pool.astype(jnp.float32) * factor[..., None]).astype(dtype)
 
     v = None if cache.v is None else widen(cache.v, cache.v_scale)
-    return KVCache(k=widen(cache.k, cache.k_scale), v=v, latent_values=cache.latent_values)
+    return KVCache(k=widen(cache.k, cache.k_scale), v=v, value_dim=cache.value_dim)

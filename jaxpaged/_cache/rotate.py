@@ -83,7 +83,7 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
         raise ValueError(
             f"positions must be int32 {list(k.shape[:-2])}, one a token; got {positions.dtype} {list(positions.shape)}."
         )
-    start = pools_of(cache).latent_values or 0
+    start = pools_of(cache).value_dim or 0
     head_dim = k.shape[-1] - start  # that can be rotated
     if frequencies is not None and not 0 < 2 * len(frequencies) <= head_dim:
         raise ValueError(f"frequencies must be up to head_dim // 2 numbers; got {len(frequencies)} for {head_dim=}.")

@@ -26,16 +26,16 @@ def split_rotary(cache: KVCache | CacheLayer, q: ArrayLike, k: ArrayLike) -> tup
         q = [a, b]  ->  [a, d b, d b / g],    d and g depend on the cache's dtype
 
     Their products are those of q and k, and the rotary part is stored with about twice as many bits. The cache has
-    `latent_values + 2 * rotary` numbers a token: 512 + 64 become 640, with the scale 644 bytes. Calibrate the scale
+    `value_dim + 2 * rotary` numbers a token: 512 + 64 become 640, with the scale 644 bytes. Calibrate the scale
     of a head or tensor with keys that this function returned.
 
     Args:
         cache: where k will be written.
-        q: absorbed queries `[..., heads, latent_values + rotary]`, rotated.
-        k: latent vectors and keys `[..., 1, latent_values + rotary]`, rotated.
+        q: absorbed queries `[..., heads, value_dim + rotary]`, rotated.
+        k: latent vectors and keys `[..., 1, value_dim + rotary]`, rotated.
 
     Returns:
-        q and k, each `[..., latent_values + 2 * rotary]`: k for `write_kv`, and q for `attend`.
+        q and k, each `[..., value_dim + 2 * rotary]`: k for `write_kv`, and q for `attend`.
 
     Raises:
         ValueError: a cache that is not latent or not of 8 bits, or of another width.
@@ -52,12 +52,12 @@ def split_rotary(cache: KVCache | CacheLayer, q: ArrayLike, k: ArrayLike) -> tup
     q, k = jnp.asarray(q), jnp.asarray(k)
     pool = pools_of(cache)
     check_cache(pool)
-    if pool.latent_values is None or pool.k.dtype not in LARGEST:
+    if pool.value_dim is None or pool.k.dtype not in LARGEST:
         raise ValueError(
-            f"the cache must be a latent one of 8 bits; got latent_values={pool.latent_values}, dtype={pool.k.dtype}. "
+            f"the cache must be a latent one of 8 bits; got value_dim={pool.value_dim}, dtype={pool.k.dtype}. "
             "Others store rotary numbers with all their bits."
         )
-    stored, values = pool.k.shape[-1], pool.latent_values
+    stored, values = pool.k.shape[-1], pool.value_dim
     if not q.shape[-1] == k.shape[-1] == (stored + values) / 2:
         raise ValueError(
             f"q and k must have the cache's {values} values and half as many rotary numbers as are stored behind them, "
@@ -67,7 +67,7 @@ def split_rotary(cache: KVCache | CacheLayer, q: ArrayLike, k: ArrayLike) -> tup
 
 
 def split_query(pool: KVCache, q: jax.Array) -> jax.Array:
-    latent, rotary = jnp.split(q, [pool.latent_values or 0], axis=-1)
+    latent, rotary = jnp.split(q, [pool.value_dim or 0], axis=-1)
     rotary = rotary * jnp.asarray(_DIVISOR[pool.k.dtype], q.dtype)
     return jnp.concatenate([latent, rotary, rotary / jnp.asarray(_GAIN[pool.k.dtype], q.dtype)], axis=-1)
 
@@ -75,7 +75,7 @@ def split_query(pool: KVCache, q: jax.Array) -> jax.Array:
 @one_program()
 def split_key(cache: KVCache | CacheLayer, k: jax.Array) -> jax.Array:
     pool = cache.pool if isinstance(cache, CacheLayer) else cache
-    dtype, start = pool.k.dtype, pool.latent_values or 0
+    dtype, start = pool.k.dtype, pool.value_dim or 0
     latent, rotary = jnp.split(k, [start], axis=-1)
     first = jnp.concatenate([latent, rotary / jnp.asarray(_DIVISOR[dtype], k.dtype)], axis=-1)
     scale = pool.k_scale

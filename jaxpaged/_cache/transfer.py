@@ -213,7 +213,7 @@ def _check_contiguous(contiguous: KVCache, cache: KVCache, num_blocks: int, bloc
 
 
 def _value_dim(cache: KVCache) -> str:
-    return f"{cache.latent_values} of the key's" if cache.v is None else str(cache.v.shape[-1])
+    return f"{cache.value_dim} of the key's" if cache.v is None else str(cache.v.shape[-1])
 
 
 def _scale_kinds(cache: KVCache) -> list[int | None]:

@@ -14,16 +14,16 @@ import numpy as np
 from jaxpaged._engine.host_tier import Moves
 from jaxpaged._engine.interrupts import Latch, without_interrupts
 from jaxpaged._engine.records import RequestOutput, SamplingParams
-from jaxpaged._engine.requests import FINISH_REASONS, Row, make_output, make_rows, new_scores, new_tokens
+from jaxpaged._engine.requests import FINISH_REASONS, CompletionState, make_output, make_rows, new_scores, new_tokens
 from jaxpaged._engine.state import Report
-from jaxpaged._scheduler.records import Refusal, RequestStatus
+from jaxpaged._scheduler.records import RequestStatus, SubmitStatus
 
 
 @dataclasses.dataclass
 class Sent:
     """A slice under way: what was sent with it, and what will come back."""
 
-    rows: list[Row]
+    rows: list[CompletionState]
     aborts: list[int]
     forgets: np.ndarray
     version: int  # of the weights
@@ -43,23 +43,23 @@ class Sent:
 class Books:
     """Rows wait in `queue`, go out with a slice of `under_way`, and are `on_device` by place until they end.
 
-    A request stays in `requests` until its end was told or it was dropped; its rows may be on the device longer.
+    A request stays in `requests` until its end is reported or it is dropped; its rows may be on the device longer.
     """
 
     def __init__(self, *, max_requests: int, seed: int, num_adapters: int = 0):
         self._max_requests, self._seed = max_requests, seed
-        self.queue: deque[Row] = deque()
+        self.queue: deque[CompletionState] = deque()
         self.under_way: deque[Sent] = deque()
-        self.on_device: dict[int, Row] = {}
-        self.requests: dict[int, list[Row]] = {}  # unfinished, or their end was not told
-        self.served: set[int] = set()  # requests of calls such as `generate`, which take their news
+        self.on_device: dict[int, CompletionState] = {}
+        self.requests: dict[int, list[CompletionState]] = {}  # unfinished, or their end is not reported
+        self.served: set[int] = set()  # requests of calls such as `generate`, which take their outputs
         self._dropped: list[int] = []  # and not ended yet
         self._is_undisturbed = False
         self.next_id = 0
         self.version = 0  # of the weights: updates so far
         # Whether the next slice is to forget cached prefixes: without an adapter, and of each.
         self.forgets = np.zeros(1 + num_adapters, np.bool_)
-        self._news: dict[int, list[Row]] = {}  # requests with news, in the order in which they have them
+        self._new_outputs: dict[int, list[CompletionState]] = {}  # requests with new output, oldest first
         self._aborts: list[int] = []  # places, for the next slice
         self._num_sent = 0
         self._num_held = 0  # rows that `send` left in the queue
@@ -70,14 +70,14 @@ class Books:
         return self._num_sent + len(self.queue)
 
     @property
-    def rows_sent(self) -> list[Row]:
+    def rows_sent(self) -> list[CompletionState]:
         """On the device, or on their way."""
         return [*self.on_device.values(), *itertools.chain.from_iterable(sent.rows for sent in self.under_way)]
 
     @property
     def num_unsettled(self) -> int:
-        """Requests that have not ended, or whose end was not told."""
-        return len(self.requests.keys() | self._news.keys())
+        """Requests that have not ended, or whose end is not reported."""
+        return len(self.requests.keys() | self._new_outputs.keys())
 
     @property
     def is_settled(self) -> bool:
@@ -85,8 +85,8 @@ class Books:
 
     @property
     def has_some_for_step(self) -> bool:
-        """Whether `step` will have news: a request that no call serves has not ended, or its end was not told."""
-        return not self.requests.keys() <= self.served or not self._news.keys() <= self.served
+        """True while a request from `add_request` has not been reported as finished."""
+        return not self.requests.keys() <= self.served or not self._new_outputs.keys() <= self.served
 
     @property
     def num_unfinished(self) -> int:
@@ -121,16 +121,16 @@ class Books:
         """The next slice is to forget the prefixes of these adapters; None: all prefixes."""
         self.forgets[slice(None) if adapters is None else [1 + adapter for adapter in adapters]] = True
 
-    def named(self, request_id: int | None, completion: int | None) -> list[Row]:
+    def named(self, request_id: int | None, completion: int | None) -> list[CompletionState]:
         """The rows of a request, or of all; or only the one of this completion."""
-        # After Ctrl-C in `take_news` an end that was not told may be in the news alone.
+        # After Ctrl-C in `take_outputs` an end that is not reported may be in the new outputs alone.
         if request_id is None:
-            return list(itertools.chain.from_iterable((self._news | self.requests).values()))
-        rows = self.requests.get(request_id) or self._news.get(request_id, [])
+            return list(itertools.chain.from_iterable((self._new_outputs | self.requests).values()))
+        rows = self.requests.get(request_id) or self._new_outputs.get(request_id, [])
         return [row for index, row in enumerate(rows) if completion in (None, index)]
 
     @without_interrupts()
-    def end(self, rows: Iterable[Row]) -> None:
+    def end(self, rows: Iterable[CompletionState]) -> None:
         """Aborts rows: at once in the queue, with the next slice on the device."""
         for row in rows:
             if row.finish_reason is not None or row.is_aborted:
@@ -144,8 +144,8 @@ class Books:
             self._finish(row, RequestStatus.ABORTED)
 
     def drop(self, request_ids: Iterable[int]) -> None:
-        """Ends requests, and never speaks of them again. Python may call it anywhere, because its garbage collector
-        closes streams that were left: what is `undisturbed` comes first."""
+        """Aborts requests and discards their output. May run inside the garbage collector, when an abandoned stream is
+        closed, so that what is `undisturbed` comes first."""
         self._dropped.extend(request_ids)
         if not self._is_undisturbed:
             self._drop()
@@ -160,7 +160,7 @@ class Books:
             row.is_dropped = True
         for request_id in request_ids:
             self.requests.pop(request_id, None)
-            self._news.pop(request_id, None)
+            self._new_outputs.pop(request_id, None)
             self.served.discard(request_id)
 
     @contextlib.contextmanager
@@ -174,12 +174,12 @@ class Books:
             if self._dropped:
                 self._drop()
 
-    def take_news(
+    def take_outputs(
         self, request_ids: Container[int] | None = None, *, finished_only: bool = False
     ) -> list[RequestOutput]:
-        """What is new of these requests, or of all that no call serves, since they were last told."""
+        """The new output of these requests, or of all that no call serves."""
         left, outputs = {}, []
-        for request_id, rows in list(self._news.items()):
+        for request_id, rows in list(self._new_outputs.items()):
             if rows[0].is_dropped:  # meanwhile
                 continue
             if request_id in self.served if request_ids is None else request_id not in request_ids:
@@ -190,11 +190,11 @@ class Books:
             outputs.append(make_output(request_id, rows))
             if outputs[-1].finished:
                 self.requests.pop(request_id, None)
-        # Until here an interrupt leaves all news to be told again; and none comes between these two lines.
-        self._news = left
+        # An interrupt before this line leaves all outputs to be reported again; none comes between these two lines.
+        self._new_outputs = left
         return outputs
 
-    def send(self, most: int, is_held: Callable[[Row], bool] | None = None) -> Sent:
+    def send(self, most: int, is_held: Callable[[CompletionState], bool] | None = None) -> Sent:
         """What goes out with the next slice, with at most so many rows. Rows that are held stay in the queue.
 
         Args:
@@ -202,8 +202,8 @@ class Books:
             is_held: of each row, in their order.
         """
         room = min(most, self._max_requests - self._num_sent)
-        rows: list[Row] = []
-        held: list[Row] = []
+        rows: list[CompletionState] = []
+        held: list[CompletionState] = []
         for row in itertools.islice(self.queue, room + most):
             if len(rows) == room or len(held) == most:
                 break
@@ -238,9 +238,13 @@ class Books:
     def take_places(self, report: Report) -> Sent:
         """The slice that was sent first is over, and this is its report: where its rows are."""
         sent = self.under_way.popleft()
-        for row, place, refusal in zip(sent.rows, report.request_ids.tolist(), report.refusals.tolist(), strict=False):
-            if refusal != Refusal.ACCEPTED:
-                raise RuntimeError(f"the scheduler refused a request that the engine took: {Refusal(refusal).name}.")
+        for row, place, refusal in zip(
+            sent.rows, report.request_ids.tolist(), report.submit_statuses.tolist(), strict=False
+        ):
+            if refusal != SubmitStatus.ACCEPTED:
+                raise RuntimeError(
+                    f"the scheduler refused a request that the engine took: {SubmitStatus(refusal).name}."
+                )
             row.place = place
             self.on_device[place] = row
             if row.is_aborted and not report.outbox.finished[place]:  # else the place is somebody else's by now
@@ -250,14 +254,14 @@ class Books:
     def take_tokens(self, report: Report, version: int) -> dict[str, Any]:
         """What the slice generated and scored, and which rows ended. Returns how many tokens, by the stats' names."""
         num_generated = num_scored = 0
-        for place, tokens, logprobs, likely, aux in new_tokens(report):
+        for place, tokens, logprobs, top_logprobs, aux in new_tokens(report):
             row = self.on_device[place]
             if row.given is not None:
                 continue
-            row.take_tokens(tokens, logprobs, likely, aux, version)
+            row.take_tokens(tokens, logprobs, top_logprobs, aux, version)
             if report.num_cached is not None:
                 row.num_cached = int(report.num_cached[place])
-            self._tell(row)
+            self._mark_new(row)
             num_generated += len(tokens)
         for place, scores in new_scores(report):
             num_scored += self.on_device[place].take_scores(*scores)
@@ -268,11 +272,11 @@ class Books:
         self._aborts = [place for place in self._aborts if place in self.on_device]
         return dict(num_generated=num_generated, num_scored=num_scored)
 
-    def _finish(self, row: Row, status: RequestStatus) -> None:
+    def _finish(self, row: CompletionState, status: RequestStatus) -> None:
         row.finish_reason = FINISH_REASONS[status]
-        self._tell(row)
+        self._mark_new(row)
 
-    def _tell(self, row: Row) -> None:
+    def _mark_new(self, row: CompletionState) -> None:
         rows = self.requests.get(row.request_id)
         if rows is not None:  # else it was dropped
-            self._news[row.request_id] = rows
+            self._new_outputs[row.request_id] = rows

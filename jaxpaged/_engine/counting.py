@@ -9,7 +9,7 @@ from jaxpaged._engine.records import EngineStats
 from jaxpaged._engine.state import Report
 
 
-def counted(
+def count_report(
     before: EngineStats, report: Report, kinds: tuple[Kind, ...], *, num_generated: int, num_scored: int, seconds: float
 ) -> EngineStats:
     """The stats with the slice of this report: it generated and scored so many tokens in `seconds`."""
@@ -27,7 +27,7 @@ def counted(
         num_steps=before.num_steps + int(report.outbox.num_steps),
         num_narrow_steps=total(before.num_narrow_steps, report.num_of_kind[is_narrow].sum()),
         num_mixed_steps=total(before.num_mixed_steps, report.num_of_kind[is_mixed].sum()),
-        num_spared=total(before.num_spared, report.num_spared),
+        num_saved_reads=total(before.num_saved_reads, report.num_saved_reads),
         num_drafted=total(before.num_drafted, report.num_drafted),
         num_accepted=total(before.num_accepted, report.num_accepted),
         num_generated=before.num_generated + num_generated,

@@ -119,8 +119,8 @@ def chosen_steps(num_bytes: int, *, is_gpu: bool) -> int:
     return min(MOST_STEPS, math.ceil(of_slice / max(num_bytes, 1)))
 
 
-def chosen_least_spared(caches: Any) -> int | None:
-    """The tokens of shared blocks of which a step must be spared reading so many that it pays; None: it never does."""
+def chosen_least_saved_reads(caches: Any) -> int | None:
+    """How many reads of tokens a step must save for reading shared blocks once to pay; None: it never does."""
     if not _device.is_gpu() or not _device.gpu().is_hopper:
         return None
     cache, *_ = caches_in(caches)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._engine.options import EngineOptions
 from jaxpaged._scheduler.arrays import per_seat, rows_of
-from jaxpaged._scheduler.records import Step
+from jaxpaged._scheduler.records import StepPlan
 from jaxpaged._scheduler.scheduler import Scheduler
 
 # Weights, the known tokens int32 [seats, max_model_len] of each seat, how many they are, int32 [seats], and hidden
@@ -75,7 +75,7 @@ class Drafting:
             num_accepted=jnp.zeros((), jnp.int32),
         )
 
-    def begun(self, request_ids: jax.Array, families: jax.Array) -> Drafting:
+    def reset(self, request_ids: jax.Array, families: jax.Array) -> Drafting:
         """New requests of these families, int32 `[n]` both, of whose drafts nothing is known."""
         is_gone = (self.owners[:, None] == request_ids[None]).any(axis=1)
         return dataclasses.replace(
@@ -86,7 +86,7 @@ class Drafting:
             tries=self.tries.at[request_ids].set(0.0, mode="drop"),
         )
 
-    def guessed(
+    def with_drafts(
         self, scheduler: Scheduler, allocator: BlockAllocator, draft: Draft | None, row_cost: float
     ) -> Drafting:
         """With guesses for seats that decode, as far as they are worth a row. `row_cost`: of a step of no rows."""
@@ -94,12 +94,12 @@ class Drafting:
         needed = num_known - allocator.lengths
         drafting = dataclasses.replace(self, guesses=jnp.zeros_like(self.guesses))
         if draft is None:
-            drafting = self.found(scheduler, num_known)
+            drafting = self.lookup(scheduler, num_known)
         num_needing = (needed >= 1).sum(dtype=jnp.float32)
         is_worth = (needed == 1)[:, None] & (drafting.chances(scheduler) * (num_needing + row_cost) >= num_needing)
         return dataclasses.replace(drafting, guesses=jnp.where(is_worth, drafting.guesses, -1))
 
-    def found(self, scheduler: Scheduler, num_known: jax.Array) -> Drafting:
+    def lookup(self, scheduler: Scheduler, num_known: jax.Array) -> Drafting:
         """Guesses what followed each seat's newest tokens in its own, or in another completion of its request."""
         tokens, num_drafts = known_tokens(scheduler), self.guesses.shape[1]
         guesses, num_equal = repeated(tokens, num_known, tokens, num_known, num_drafts)
@@ -133,7 +133,7 @@ class Drafting:
         """Tokens that each guess is expected to bring, float32 `[seats, drafts]`."""
         return jnp.where(self.guesses >= 0, self.chances(scheduler), 0.0)
 
-    def learnt(self, step: Step, num_new: jax.Array, is_silent: jax.Array | bool = False) -> Drafting:
+    def update(self, step: StepPlan, num_new: jax.Array, is_silent: jax.Array | bool = False) -> Drafting:
         """After a step that gave seats `num_new` tokens. `is_silent`: bool `[seats]`, no draft came for a guess."""
         num_accepted = jnp.maximum(num_new - 1, 0)
         num_tried = jnp.minimum(num_accepted + 1, step.num_drafts + jnp.asarray(is_silent, jnp.int32))
@@ -151,7 +151,7 @@ class Drafting:
             num_accepted=self.num_accepted + num_accepted.sum(dtype=jnp.int32),
         )
 
-    def with_hidden(self, hidden: Any, step: Step, num_new: jax.Array, *, is_mixed: bool) -> Drafting:
+    def with_hidden(self, hidden: Any, step: StepPlan, num_new: jax.Array, *, is_mixed: bool) -> Drafting:
         """After a step whose tokens have these hidden states, each leaf `[tokens, ...]`."""
         if self.hidden is None:
             return self
@@ -207,7 +207,7 @@ def repeated(
     return jnp.where(num_equal > 0, drafts, -1), num_equal[:, 0]
 
 
-def drafted(draft: Draft, weights: Any, scheduler: Scheduler, drafting: Drafting) -> jax.Array:
+def call_draft(draft: Draft, weights: Any, scheduler: Scheduler, drafting: Drafting) -> jax.Array:
     """A caller's drafts, where there are guesses."""
     guesses = drafting.guesses
     is_own = drafting.owners == scheduler.seated

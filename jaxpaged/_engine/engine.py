@@ -124,7 +124,7 @@ class Engine:
         """Continues all prompts, and returns their outputs in order once the last is finished.
 
         If it raises, also by Ctrl-C, its requests are aborted and the engine is ready for others. Requests from
-        `add_request` run on meanwhile; `step` returns their news.
+        `add_request` run on meanwhile; `step` returns their new output.
 
         Args:
             prompts: the token ids of each prompt. There may be more prompts than the device holds.
@@ -141,7 +141,7 @@ class Engine:
             while len(outputs) < len(request_ids):
                 self._runner.advance()
                 outputs |= {
-                    output.request_id: output for output in self._books.take_news(request_ids, finished_only=True)
+                    output.request_id: output for output in self._books.take_outputs(request_ids, finished_only=True)
                 }
                 if bar is not None:
                     bar.show(len(outputs), self._runner.counts.num_generated - num_generated)
@@ -159,7 +159,7 @@ class Engine:
         with self._serving(prompts, params) as request_ids:
             while not self._books.requests.keys().isdisjoint(request_ids):
                 self._runner.advance()
-                yield from self._books.take_news(request_ids)
+                yield from self._books.take_outputs(request_ids)
 
     def rollout(self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]) -> Rollout:
         """Like `generate`, but returns arrays on the device for a learner (`Rollout`).
@@ -257,9 +257,9 @@ class Engine:
         return bool(named)
 
     def step(self) -> list[RequestOutput]:
-        """Starts a slice, reads the one before it, and returns the requests from `add_request` that have news.
+        """Starts a slice, reads the one before it, and returns the requests from `add_request` that have new output.
 
-        Ctrl-C in it loses nothing: call `step` again. What it has returned is yours, and is not told again.
+        Ctrl-C in it loses nothing: call `step` again. Results already returned are not reported again.
 
         Raises:
             RuntimeError: the engine is asleep; or a slice failed. If it had started, the donated caches are gone and
@@ -267,7 +267,7 @@ class Engine:
                 its cause. Make another engine, and add the unfinished requests again.
         """
         self._runner.advance()
-        return self._books.take_news()
+        return self._books.take_outputs()
 
     def update_weights(self, weights: Any, *, adapters: Sequence[int] | None = None) -> None:
         """Uses other weights of the same shapes from the next slice on. Nothing is compiled.

@@ -15,13 +15,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpaged import _device
-from jaxpaged._allocator.beginnings import begin_with
 from jaxpaged._allocator.prefix_cache import PrefixCache
+from jaxpaged._allocator.prefix_match import begin_with
 from jaxpaged._cache.kv_cache import KVCache, map_blocks
 from jaxpaged._cache.transfer import put_blocks, take_blocks
 from jaxpaged._engine.inputs import caches_in
 from jaxpaged._engine.on_mesh import whole_beside
-from jaxpaged._engine.requests import Row
+from jaxpaged._engine.requests import CompletionState
 from jaxpaged._engine.room import keep_room
 from jaxpaged._engine.state import State
 from jaxpaged._integers import checked_size
@@ -58,7 +58,7 @@ class Run:
         index: of this run there.
     """
 
-    row: Row
+    row: CompletionState
     salt: int
     tokens: np.ndarray
     keys: list[bytes]
@@ -154,22 +154,22 @@ class HostCopies:
             size = self._size_for(batch)
             pages += [self._nothing] * (size - len(pages))
             state, where = self._put_in[size](state, self._inputs(batch, size), pages)
-            self._tell(batch, where, [[] for _ in batch])  # their memory is free once they are put in
+            self._record(batch, where, [[] for _ in batch])  # their memory is free once they are put in
             yield state
 
     def take(self, state: State, runs: Sequence[Run]) -> None:
         """Begins to copy blocks to host memory, once what left before is there: so much may be on its way at once."""
         leaving, self._leaving = self._leaving, []
-        jax.block_until_ready(leaving)  # an error is told once
+        jax.block_until_ready(leaving)  # an error is reported once
         for batch in self._batches(runs):
             size = self._size_for(batch)
             where, pages = self._take_out[size](state, self._inputs(batch, size))
             each = iter(pages)
             pages = [list(itertools.islice(each, run.num_pages)) for run in batch]
-            self._tell(batch, where, jax.device_put(pages, self._on_host))
+            self._record(batch, where, jax.device_put(pages, self._on_host))
         self._leaving = [run.pages for run in runs]
 
-    def _tell(self, batch: Sequence[Run], where: jax.Array, pages: Sequence[list[Page]]) -> None:
+    def _record(self, batch: Sequence[Run], where: jax.Array, pages: Sequence[list[Page]]) -> None:
         where.copy_to_host_async()
         for i, run in enumerate(batch):
             run.where, run.index, run.pages = where, i, pages[i]
@@ -235,8 +235,8 @@ def take_out(state: State, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, li
     tokens, numbers, rows, columns = inputs
     assert state.scheduler.prefixes is not None
     cache = state.scheduler.prefixes.cache
-    beginnings, _ = cache.find(state.allocator, tokens, numbers[:, 2], numbers[:, 0])
-    where = jnp.where(beginnings.begin[:, 0], beginnings.ids[:, 0], 0)
+    matches, _ = cache.find(state.allocator, tokens, numbers[:, 2], numbers[:, 0])
+    where = jnp.where(matches.begin[:, 0], matches.ids[:, 0], 0)
     ids = where.at[rows, columns].get(mode="fill", fill_value=0)
     by_dtype: dict[Any, list[jax.Array]] = {}
     for of, pool in block_arrays(state.caches):
@@ -258,12 +258,12 @@ def put_in(state: State, inputs: tuple[jax.Array, ...], pages: list[Page]) -> tu
     scheduler, allocator = state.scheduler, state.allocator
     prefixes, (salts, begins, ends) = scheduler.prefixes, numbers.T
     assert prefixes is not None
-    seqs = allocator.of_seqs(jnp.full(len(tokens), scheduler.num_seats, jnp.int32))  # empty ones
+    seqs = allocator.of_seqs(jnp.full(len(tokens), scheduler.num_seqs, jnp.int32))  # empty ones
 
     # 1. They begin with what is cached, which is so kept from being overwritten, and get blocks for the rest.
-    beginnings, _ = prefixes.cache.find(seqs, tokens, ends, salts)
-    seqs, _ = begin_with(seqs, beginnings)
-    num_found = beginnings.num_found
+    matches, _ = prefixes.cache.find(seqs, tokens, ends, salts)
+    seqs, _ = begin_with(seqs, matches)
+    num_found = matches.num_found
     num_missing = jnp.where(num_found >= begins, ends - num_found, 0)
     seqs, _, ok = seqs.append(num_missing * seqs.block_size, q_len=columns.size * seqs.block_size)
     num_there = num_found + jnp.where(ok, num_missing, 0)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxpaged._engine.host_copies import HostCopies, Page, Run
-from jaxpaged._engine.requests import Row
+from jaxpaged._engine.requests import CompletionState
 from jaxpaged._engine.state import Report, State
 
 Keys = list[bytes]  # of a prompt's full blocks: each names the block's tokens and all before them
@@ -87,13 +87,13 @@ class HostTier:
                 self.lose(Moves(back=[run]))
                 raise
 
-    def look(self, sent: Sequence[Row]) -> None:
+    def look(self, sent: Sequence[CompletionState]) -> None:
         """Before requests are asked for, in their order. `sent`: those on the device, or on their way."""
         self._lacks_room = self._is_full = False
         self._room_left = self._room - sum(self._needed(row) for row in sent if row.place is None)
         self._settle({run for run in self._coming.values() if run.row.is_aborted or run.salt not in self._salts})
 
-    def holds(self, row: Row) -> bool:
+    def holds(self, row: CompletionState) -> bool:
         """Whether a request stays on the host for now."""
         if self._lacks_room and self._is_full:  # nothing more goes out, or comes
             return True
@@ -117,7 +117,7 @@ class HostTier:
         self._touch(keys)
         return is_short
 
-    def _bring(self, row: Row, keys: Keys) -> bool:
+    def _bring(self, row: CompletionState, keys: Keys) -> bool:
         """Begins to copy what the device lacks of a prompt. Whether some of it has to wait for other copies."""
         in_page, num_pages = self._copies.in_page, self._copies.num_pages
         while True:
@@ -139,7 +139,7 @@ class HostTier:
                 return True
             self._touch(keys)
             run, row.num_called_back = self._run(row, keys[:end], begin), max(row.num_called_back, end)
-            row.failed_to_come = True  # unless this succeeds: an error is told once, and then the prompt is computed
+            row.failed_to_come = True  # unless this succeeds: an error is reported once, then the prompt is computed
             run.pages = self._copies.bring([self._places[key].page for key in last_keys])
             row.failed_to_come = False
             self._coming = dict.fromkeys(run.moved, run) | self._coming
@@ -154,7 +154,7 @@ class HostTier:
         place, serial = self._at.get(key, NOWHERE)
         return self._serials[place] == serial
 
-    def _needed(self, row: Row) -> int:
+    def _needed(self, row: CompletionState) -> int:
         """The blocks that a request may need beside those that others hold."""
         most = len(row.prompt) + min(self._growth, row.params.max_tokens - 1)
         return -(-most // self._block_size) - _num_leading(map(self._is_held, self._findable(row)))
@@ -181,11 +181,11 @@ class HostTier:
             self._copies.take(state, moves.out)
         yield from self._copies.put(state, moves.back)
 
-    def take(self, report: Report, moves: Moves, rows: Sequence[Row]) -> None:
+    def take(self, report: Report, moves: Moves, rows: Sequence[CompletionState]) -> None:
         """Notes what a slice says, and what was moved before it. `rows`: those that it had, or has still."""
         assert report.serials is not None
-        told = report.serials, report.salts, report.room
-        self._serials, self._salts, self._room = (np.asarray(each).tolist() for each in told)
+        reported = report.serials, report.salts, report.room
+        self._serials, self._salts, self._room = (np.asarray(each).tolist() for each in reported)
         for kept in [kept for kept in self._pages if kept.salt not in self._salts]:
             self._drop(kept)
         for run in moves.back:
@@ -222,7 +222,7 @@ class HostTier:
         if runs:
             self._coming = {key: run for key, run in self._coming.items() if run not in runs}
 
-    def _want(self, row: Row) -> None:
+    def _want(self, row: CompletionState) -> None:
         """Asks for full pages of a request once its prompt is computed, and for the rest at its end."""
         has_ended, in_page, num_pages = row.finish_reason is not None, self._copies.in_page, self._copies.num_pages
         end = (len(row.prompt) + len(row.token_ids) - 1) // self._block_size  # the last token is not computed
@@ -265,22 +265,22 @@ class HostTier:
                 del self._places[key]
                 self._at.pop(key, None)
 
-    def _run(self, row: Row, keys: Keys, begin: int) -> Run:
+    def _run(self, row: CompletionState, keys: Keys, begin: int) -> Run:
         tokens = self._tokens_of(row, 0, len(keys))
         num_pages = -(-(len(keys) - begin) // self._copies.in_page)
         return Run(row, self._salt_of(row), tokens, keys, begin, num_pages)
 
-    def _tokens_of(self, row: Row, begin: int, end: int) -> np.ndarray:
+    def _tokens_of(self, row: CompletionState, begin: int, end: int) -> np.ndarray:
         """int32 `[columns, block_size]`, those of these columns."""
         tokens = np.append(row.prompt, np.array(row.token_ids, np.int32))
         return tokens[begin * self._block_size : end * self._block_size].reshape(end - begin, self._block_size)
 
-    def _findable(self, row: Row) -> Keys:
+    def _findable(self, row: CompletionState) -> Keys:
         """What a request may find of its prompt."""
         most = row.span[0] - 1 if row.span[1] else len(row.prompt)
         return self._keys_of(row)[: max(min(len(row.prompt) - 1, most), 0) // self._block_size]
 
-    def _keys_of(self, row: Row) -> Keys:
+    def _keys_of(self, row: CompletionState) -> Keys:
         """Of all full blocks that it has so far."""
         salt, size = self._salt_of(row), self._block_size
         if row.keys is None or row.keys[0] != salt:
@@ -295,7 +295,7 @@ class HostTier:
                 keys.append(before)
         return keys
 
-    def _salt_of(self, row: Row) -> int:
+    def _salt_of(self, row: CompletionState) -> int:
         """Under which the prompt is looked up."""
         return self._salts[0 if row.params.adapter is None else 1 + row.params.adapter]
 

@@ -33,9 +33,9 @@ class Kind:
         num_seats: of the scheduler.
         is_mixed: whether a seat may get several tokens: chunks of prompts beside single tokens.
         num_partitions: the default of each call of attention.
-        least_spared: the tokens that such a step must be spared for blocks that requests share to be read once, beside
-            SHARING_TOKENS for each that is still read, while the rows of those that share stand together; None: each
-            request reads its own.
+        least_saved_reads: shared blocks are read once if that saves the step reading at least so many tokens, and
+            SHARING_TOKENS more for each token that is still read. The rows of requests that share are then next to
+            each other. None: each request reads its own blocks.
         draws_all: whether a token is drawn at each row, so that seats may have drafts.
         cost: how long a step takes, if a row takes 1.
     """
@@ -44,7 +44,7 @@ class Kind:
     num_seats: int
     is_mixed: bool = False
     num_partitions: int | None = None
-    least_spared: int | None = None
+    least_saved_reads: int | None = None
     draws_all: bool = False
     cost: float = 1.0
 
@@ -66,7 +66,7 @@ class Kind:
     @property
     def is_by_row(self) -> bool:
         """Single tokens whose rows are not the seats in their order."""
-        return self.is_narrow or self.draws_all or (self.least_spared is not None and not self.is_mixed)
+        return self.is_narrow or self.draws_all or (self.least_saved_reads is not None and not self.is_mixed)
 
 
 def make_kinds(
@@ -75,7 +75,7 @@ def make_kinds(
     widths: Sequence[int] = (),
     *,
     batch_invariant: bool = False,
-    least_spared: int | None = None,
+    least_saved_reads: int | None = None,
     cost: Callable[[int], float] | None = None,
 ) -> tuple[Kind, ...]:
     """The kinds, from few rows to many. The two that read shared blocks once come before the others.
@@ -95,10 +95,10 @@ def make_kinds(
         kinds = [dataclasses.replace(kind, cost=cost(kind.width) * (PACKED if kind.is_mixed else 1)) for kind in kinds]
     kinds.append(Kind(widest, num_seats, is_mixed=True))
     kinds = sorted(kinds, key=lambda kind: (kind.width, kind.is_mixed))
-    if least_spared is None:
+    if least_saved_reads is None:
         return tuple(kinds)
     sharing = Kind(num_seats, num_seats), kinds[-1]
-    return *(dataclasses.replace(kind, least_spared=least_spared) for kind in sharing), *kinds
+    return *(dataclasses.replace(kind, least_saved_reads=least_saved_reads) for kind in sharing), *kinds
 
 
 def last_few(widths: Sequence[int], widest: int) -> list[int]:
@@ -116,17 +116,17 @@ def next_kind(
     allocator: BlockAllocator,
     num_waited: jax.Array,
     kinds: tuple[Kind, ...],
-    num_spared: ArrayLike = 0,
+    num_saved_reads: ArrayLike = 0,
     gains: jax.Array | None = None,
 ) -> jax.Array:
     """Which of the kinds the next step is, int32 `[]`.
 
-    `num_waited`: steps since prompts wait for a chunk. `num_spared`: tokens that need not be read again, if shared
+    `num_waited`: steps since prompts wait for a chunk. `num_saved_reads`: tokens that need not be read again, if shared
     blocks are read once. `gains`: tokens that each draft is expected to bring, float32 `[seats, drafts]`.
     """
     if len(kinds) == 1:
         return jnp.zeros((), jnp.int32)
-    num_sharing = sum(kind.least_spared is not None for kind in kinds)
+    num_sharing = sum(kind.least_saved_reads is not None for kind in kinds)
     widest = kinds[-1].width
     with_chunks = (i for i, kind in enumerate(kinds) if kind.is_mixed and is_few(kind.width, widest))
     narrow = max(with_chunks, default=len(kinds) - 1)
@@ -143,18 +143,18 @@ def next_kind(
 
     # 2. Else the widest step if they fill it, or if narrow steps for all of them had more rows together.
     is_full = num_needing + num_pending >= widest
-    is_idle = 8 * num_decoding < BUSY_EIGHTHS * scheduler.num_seats
+    is_idle = 8 * num_decoding < BUSY_EIGHTHS * scheduler.num_seqs
     wants_chunk = is_full | ((num_pending > 0) & (is_idle | (num_waited >= LONGEST_WAIT)))
     room = few - num_needing
     is_wide = is_full | (room <= 0) | (-(-num_pending // jnp.maximum(room, 1)) * few > widest)
     kind = jnp.where(wants_chunk, jnp.where(is_wide, len(kinds) - 1, narrow), without)
 
     # 3. Shared blocks are read once if that pays, in a step with more rows perhaps.
-    if (least := kinds[0].least_spared) is not None:
+    if (least := kinds[0].least_saved_reads) is not None:
         sharing = jnp.where(wants_chunk, 1, 0)
-        num_read = allocator.lengths.sum(dtype=jnp.int32) - num_spared
+        num_read = allocator.lengths.sum(dtype=jnp.int32) - num_saved_reads
         more = SHARING_TOKENS * num_read + (widths[sharing] - widths[kind]) * (least // SHARING_ROWS)
-        pays = num_spared >= least + more
+        pays = num_saved_reads >= least + more
         kind = jnp.where(pays, sharing, kind)
     return kind
 

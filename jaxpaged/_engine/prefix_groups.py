@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._scheduler.arrays import first_marked, rows_of
-from jaxpaged._scheduler.records import Step
+from jaxpaged._scheduler.records import StepPlan
 
 
 @jax.tree_util.register_dataclass
@@ -22,12 +22,12 @@ class SeatGroups:
     Attributes:
         leaders: int32 `[seats]`, the first seat of each seat's group; `num_seats`: none.
         num_blocks: int32 `[seats]`, the blocks that the seat shares with all of its group; 0: none.
-        num_spared: int32 `[]`, tokens that a step of all seats need not read again.
+        num_saved_reads: int32 `[]`, tokens that a step of all seats need not read again.
     """
 
     leaders: jax.Array
     num_blocks: jax.Array
-    num_spared: jax.Array
+    num_saved_reads: jax.Array
 
     @classmethod
     def create(cls, num_seats: int) -> SeatGroups:
@@ -41,12 +41,12 @@ def find_groups(allocator: BlockAllocator) -> SeatGroups:
     seats = jnp.arange(num_seats, dtype=jnp.int32)
     counts = jnp.arange(1, tables.shape[1] + 1, dtype=jnp.int32)[None]  # of blocks
 
-    # 1. Of n blocks that m requests begin with, each is spared n - n / m: the n for which that is most, and the last of
-    # these blocks, which only those m hold.
+    # 1. Of n blocks that m requests begin with, each skips reading n - n / m: the n for which that is most, and the
+    # last of these blocks, which only those m hold.
     is_full = counts <= (allocator.lengths // allocator.block_size)[:, None]
     holders = 1 + allocator.pool.extra_holders[tables]
-    spared = jnp.where(is_full, counts.astype(jnp.float32) * (1 - 1 / holders), 0.0)
-    num_blocks = jnp.where(spared.max(axis=1) > 0, jnp.argmax(spared, axis=1).astype(jnp.int32) + 1, 0)
+    saved = jnp.where(is_full, counts.astype(jnp.float32) * (1 - 1 / holders), 0.0)
+    num_blocks = jnp.where(saved.max(axis=1) > 0, jnp.argmax(saved, axis=1).astype(jnp.int32) + 1, 0)
     last = jnp.where(num_blocks > 0, tables[seats, num_blocks - 1], -1 - seats)
 
     # 2. The first seat with that block leads those that have the same blocks before it.
@@ -56,18 +56,18 @@ def find_groups(allocator: BlockAllocator) -> SeatGroups:
     shares &= (same & shares[None]).sum(axis=1) > 1
     num_blocks = jnp.where(shares, num_blocks, 0)
     read = jnp.where(shares & (leaders == seats), num_blocks, 0)
-    num_spared = (num_blocks - read).sum(dtype=jnp.int32) * allocator.block_size
-    return SeatGroups(jnp.where(shares, leaders, num_seats), num_blocks, num_spared)
+    num_saved_reads = (num_blocks - read).sum(dtype=jnp.int32) * allocator.block_size
+    return SeatGroups(jnp.where(shares, leaders, num_seats), num_blocks, num_saved_reads)
 
 
-def sort_by_group(step: Step, groups: SeatGroups) -> tuple[Step, jax.Array, PrefixGroups, jax.Array]:
+def sort_by_group(step: StepPlan, groups: SeatGroups) -> tuple[StepPlan, jax.Array, PrefixGroups, jax.Array]:
     """The step with the seats of each group together, and those that share nothing behind them.
 
     Returns:
         step: its rows, `query_starts` and `last` follow the new order of the seats.
         seats: int32 `[seats]`, that order.
         groups: of the seats in that order.
-        num_spared: int32 `[]`, blocks that the step need not read again.
+        num_saved_reads: int32 `[]`, blocks that the step need not read again.
     """
     num_seats, width = groups.leaders.shape[0], step.tokens.shape[0]
     every = jnp.arange(num_seats, dtype=jnp.int32)
@@ -90,8 +90,8 @@ def sort_by_group(step: Step, groups: SeatGroups) -> tuple[Step, jax.Array, Pref
     first = jnp.minimum(first, num_members)
     group_starts = starts[jnp.append(first, num_members)]
 
-    # 3. All members with rows are spared its blocks, but one.
-    spared = jnp.where(counts > 0, num_blocks, 0).sum(dtype=jnp.int32)
+    # 3. All members with rows but one skip reading its blocks.
+    saved = jnp.where(counts > 0, num_blocks, 0).sum(dtype=jnp.int32)
     first = jnp.minimum(first, num_seats - 1)
-    spared -= jnp.where(jnp.diff(group_starts) > 0, num_blocks[first], 0).sum(dtype=jnp.int32)
-    return step, seats, PrefixGroups(group_starts, first, num_blocks), spared
+    saved -= jnp.where(jnp.diff(group_starts) > 0, num_blocks[first], 0).sum(dtype=jnp.int32)
+    return step, seats, PrefixGroups(group_starts, first, num_blocks), saved

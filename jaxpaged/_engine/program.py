@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpaged import _device
-from jaxpaged._engine.defaults import chosen_least_spared, step_cost
+from jaxpaged._engine.defaults import chosen_least_saved_reads, step_cost
 from jaxpaged._engine.drafting import Draft
 from jaxpaged._engine.inputs import bytes_on_a_device, caches_in
 from jaxpaged._engine.kinds import Kind, make_kinds
@@ -23,7 +23,7 @@ from jaxpaged._engine.options import ResolvedOptions
 from jaxpaged._engine.packing import num_words, pack
 from jaxpaged._engine.requests import make_inbox
 from jaxpaged._engine.room import keep_room
-from jaxpaged._engine.slices import Apply, ApplyHead, Setup, apply_model, model_outputs, run_packed, tell
+from jaxpaged._engine.slices import Apply, ApplyHead, Setup, apply_model, make_report, model_outputs, run_packed
 from jaxpaged._engine.state import Inbox, Report, State
 from jaxpaged._memory import MORE_MEMORY, check_memory
 
@@ -70,7 +70,7 @@ def first_state(
         options.chunk_tokens,
         options.widths,
         batch_invariant=options.batch_invariant,
-        least_spared=chosen_least_spared(caches) if shares else None,
+        least_saved_reads=chosen_least_saved_reads(caches) if shares else None,
         cost=functools.partial(step_cost, is_gpu=options.is_gpu) if options.num_speculative_tokens else None,
     )
     setup = Setup(
@@ -146,12 +146,12 @@ def compile_program(setup: Setup, weights: Any, state: State, mesh: Mesh | None,
     """For weights and a state that lie as these do."""
     inbox_of = functools.partial(make_inbox, options)
     forgets = np.zeros(1 + options.num_adapters, np.bool_)
-    no_news = inbox_of([], [], wants_logprobs=False, num_steps=0, forgets=forgets)
-    function: Any = functools.partial(run_packed, setup, no_news)
+    no_input = inbox_of([], [], wants_logprobs=False, num_steps=0, forgets=forgets)
+    function: Any = functools.partial(run_packed, setup, no_input)
     if mesh is not None:
         function = on_each_device(mesh, function, weights, state)
-    rows = no_news.requests.prompt_lengths
-    _, report_types = jax.eval_shape(functools.partial(tell, setup), state, rows, rows)
+    rows = no_input.requests.prompt_lengths
+    _, report_types = jax.eval_shape(functools.partial(make_report, setup), state, rows, rows)
     # Bound to a device only if the caches are: else it would bind all that the slice returns.
     device = whole_beside(state.caches, mesh) if caches_in(state.caches)[0].k.committed else None
     no_report = jnp.zeros(num_words(report_types), jnp.int32, device=device)
@@ -159,7 +159,7 @@ def compile_program(setup: Setup, weights: Any, state: State, mesh: Mesh | None,
     # old: XLA changes a CUDA graph if a buffer in it has moved. [slices_h100]
     jitted = jax.jit(function, donate_argnums=(1, 2), keep_unused=True, compiler_options=options.compiler_options)
     # Compiled, and not jitted: another shape or dtype would be an error, and never a second program.
-    run = compile_in_memory(jitted.lower(weights, state, no_report, words := pack(no_news)), weights, state.caches)
+    run = compile_in_memory(jitted.lower(weights, state, no_report, words := pack(no_input)), weights, state.caches)
     copy = jax.jit(jnp.copy).lower(no_report).compile()
     inbox = jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=no_report.sharding)
     kept = keep_room((no_report, inbox), MOST_CROSSING, no_report.sharding) if options.is_gpu else []

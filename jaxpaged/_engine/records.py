@@ -175,7 +175,7 @@ class EngineStats:
         num_accepted: of these, drafts that became tokens.
         num_scored: tokens scored, by `score` or as `prompt_logprobs`; again after a preemption.
         num_computed: tokens computed, including prompts and recomputed tokens.
-        num_spared: tokens of shared blocks whose keys and values a step did not read again, summed over the steps.
+        num_saved_reads: tokens of shared blocks whose keys and values a step did not read again, summed over the steps.
         num_found: tokens found in the prefix cache, and so not computed.
         num_brought: tokens whose keys and values came back from host memory, to be found.
         host_bytes: bytes of cached blocks in host memory now.
@@ -203,7 +203,7 @@ class EngineStats:
     num_accepted: int = 0
     num_scored: int = 0
     num_computed: int = 0
-    num_spared: int = 0
+    num_saved_reads: int = 0
     num_found: int = 0
     num_brought: int = 0
     host_bytes: int = 0

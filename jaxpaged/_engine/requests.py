@@ -13,7 +13,7 @@ import numpy as np
 from jaxpaged._allocator.state import most_blocks
 from jaxpaged._engine.options import ResolvedOptions
 from jaxpaged._engine.records import Completion, RequestOutput, SamplingParams, Score
-from jaxpaged._engine.sampling import Likely
+from jaxpaged._engine.sampling import TopLogprobs
 from jaxpaged._engine.state import Inbox, Report
 from jaxpaged._scheduler.records import Requests, RequestStatus, Sampling
 
@@ -23,7 +23,7 @@ FINISH_REASONS = {RequestStatus.STOPPED: "stop", RequestStatus.EXHAUSTED: "lengt
 
 
 @dataclasses.dataclass(eq=False)
-class Row:
+class CompletionState:
     """One completion of a request: a request to the scheduler.
 
     Attributes:
@@ -32,7 +32,7 @@ class Row:
         given: the token after it, if it is not sampled but scored.
         span: where the tokens to score begin and end; (0, 0): none.
         place: the scheduler's number; None: it is not on the device, or the host has not read that it is.
-        is_dropped: nobody is told of it any more.
+        is_dropped: it is not reported any more.
         num_cached: tokens found in the prefix cache when it began.
     """
 
@@ -66,7 +66,7 @@ class Row:
         self.wants_logprobs = self.params.logprobs or self.params.top_logprobs > 0 or len(self.scores) > 0
 
     def take_tokens(
-        self, tokens: list[int], logprobs: list[float], likely: Likely | None, aux: Any, version: int
+        self, tokens: list[int], logprobs: list[float], top_logprobs: TopLogprobs | None, aux: Any, version: int
     ) -> None:
         self.token_ids += tokens
         if aux is not None:
@@ -74,17 +74,17 @@ class Row:
         self.weight_versions += [version] * len(tokens)
         if self.params.logprobs:
             self.logprobs += logprobs
-        if likely is not None and self.params.top_logprobs:
-            self.top_logprobs += by_token(likely, self.params.top_logprobs)
+        if top_logprobs is not None and self.params.top_logprobs:
+            self.top_logprobs += by_token(top_logprobs, self.params.top_logprobs)
 
     def take_scores(
-        self, positions: np.ndarray, logprobs: np.ndarray, is_best: np.ndarray, likely: Likely | None
+        self, positions: np.ndarray, logprobs: np.ndarray, is_best: np.ndarray, top_logprobs: TopLogprobs | None
     ) -> int:
         """How many there are. After a preemption they come again."""
         index = positions - self.span[0]
         self.scores[index], self.is_best[index] = logprobs, is_best
-        if likely is not None and self.params.top_logprobs:
-            for i, of_token in zip(index.tolist(), by_token(likely, self.params.top_logprobs), strict=True):
+        if top_logprobs is not None and self.params.top_logprobs:
+            for i, of_token in zip(index.tolist(), by_token(top_logprobs, self.params.top_logprobs), strict=True):
                 self.top_scores[i] = of_token
         return len(index)
 
@@ -93,22 +93,22 @@ class Row:
         return Score(self.scores.tolist(), self.is_best.tolist(), top)
 
 
-def by_token(likely: Likely, num: int) -> list[dict[int, float]]:
+def by_token(top_logprobs: TopLogprobs, num: int) -> list[dict[int, float]]:
     """Of each row the first `num` tokens and their logprobs."""
-    tokens, logprobs = (np.asarray(x)[:, :num].tolist() for x in (likely.tokens, likely.logprobs))
+    tokens, logprobs = (np.asarray(x)[:, :num].tolist() for x in (top_logprobs.tokens, top_logprobs.logprobs))
     return [dict(zip(*of_row, strict=True)) for of_row in zip(tokens, logprobs, strict=True)]
 
 
 def make_rows(
     request_id: int, prompt: np.ndarray, params: SamplingParams, seed: int, given: np.ndarray | None = None
-) -> list[Row]:
+) -> list[CompletionState]:
     """A row for each completion. `given`: tokens to score, which end the prompt, but for the last."""
-    others = [Row(request_id, prompt, params, completion_seed(seed, i)) for i in range(1, params.n)]
+    others = [CompletionState(request_id, prompt, params, completion_seed(seed, i)) for i in range(1, params.n)]
     if given is not None:
         span = len(prompt) + 1 - len(given), len(prompt) + 1
-        return [Row(request_id, prompt, params, seed, int(given[-1]), span), *others]
+        return [CompletionState(request_id, prompt, params, seed, int(given[-1]), span), *others]
     span = (1, len(prompt)) if params.prompt_logprobs and len(prompt) > 1 else (0, 0)
-    return [Row(request_id, prompt, params, seed, span=span), *others]
+    return [CompletionState(request_id, prompt, params, seed, span=span), *others]
 
 
 def params_for_each(
@@ -178,7 +178,7 @@ def checked_request(
     return tokens, params
 
 
-def make_output(request_id: int, rows: Sequence[Row]) -> RequestOutput:
+def make_output(request_id: int, rows: Sequence[CompletionState]) -> RequestOutput:
     completions = [
         Completion(
             list(row.token_ids),
@@ -205,7 +205,7 @@ def completion_seed(seed: int, index: int) -> int:
 
 def make_inbox(
     options: ResolvedOptions,
-    rows: Sequence[Row],
+    rows: Sequence[CompletionState],
     aborts: Sequence[int],
     *,
     wants_logprobs: bool,
@@ -249,8 +249,8 @@ def make_inbox(
     return inbox
 
 
-def new_tokens(report: Report) -> Iterator[tuple[int, list[int], list[float], Likely | None, Any]]:
-    """The new tokens of each request that has any, their logprobs, the likely ones and `aux`, by the scheduler's
+def new_tokens(report: Report) -> Iterator[tuple[int, list[int], list[float], TopLogprobs | None, Any]]:
+    """The new tokens of each request that has any, their logprobs, the most likely tokens and `aux`, by the scheduler's
     number."""
     outbox = report.outbox
     places = np.asarray(outbox.request_ids)
@@ -258,19 +258,19 @@ def new_tokens(report: Report) -> Iterator[tuple[int, list[int], list[float], Li
     places, tokens, logprobs = places[is_new], np.asarray(outbox.tokens)[is_new], np.asarray(report.logprobs)[is_new]
     order = np.argsort(places, kind="stable")  # a request's tokens stay in the order of the steps
     places, tokens, logprobs = places[order], tokens[order].tolist(), logprobs[order].tolist()
-    likely, aux = jax.tree.map(lambda x: np.asarray(x)[is_new][order], (report.likely, report.aux))
+    top_logprobs, aux = jax.tree.map(lambda x: np.asarray(x)[is_new][order], (report.top_logprobs, report.aux))
     starts = np.flatnonzero(np.diff(places, prepend=-1)).tolist()
     for start, end in itertools.pairwise([*starts, len(tokens)]):
-        of_place = jax.tree.map(operator.itemgetter(slice(start, end)), (likely, aux))
+        of_place = jax.tree.map(operator.itemgetter(slice(start, end)), (top_logprobs, aux))
         yield int(places[start]), tokens[start:end], logprobs[start:end], *of_place
 
 
-def new_scores(report: Report) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray, np.ndarray, Likely | None]]]:
-    """The new scores of each request that has any, by the scheduler's number, as `Row.take_scores` takes them."""
+def new_scores(report: Report) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray, np.ndarray, TopLogprobs | None]]]:
+    """The new scores of each request that has any, by the scheduler's number, for `CompletionState.take_scores`."""
     scores = report.scores
     places = np.asarray(scores.request_ids)
     positions, logprobs, is_best = map(np.asarray, (scores.positions, scores.logprobs, scores.is_best))
     for place in np.unique(places[places < len(report.outbox.finished)]).tolist():
         of_place = places == place
-        likely = jax.tree.map(operator.itemgetter(of_place), scores.likely)
-        yield place, (positions[of_place], logprobs[of_place], is_best[of_place], likely)
+        top_logprobs = jax.tree.map(operator.itemgetter(of_place), scores.top_logprobs)
+        yield place, (positions[of_place], logprobs[of_place], is_best[of_place], top_logprobs)

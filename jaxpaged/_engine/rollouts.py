@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged._engine.packing import unpack
-from jaxpaged._engine.requests import Row
+from jaxpaged._engine.requests import CompletionState
 from jaxpaged._engine.state import Report
 
 
@@ -47,14 +47,14 @@ class Collector:
         types: shapes and dtypes of a report.
     """
 
-    def __init__(self, rows: Sequence[Row], types: Report):
+    def __init__(self, rows: Sequence[CompletionState], types: Report):
         self._types = types
         self._hashable_types = jax.tree.structure(types), tuple(jax.tree.leaves(types))
         self._index = {id(row): i for i, row in enumerate(rows)}
         self._shape = len(rows), max(row.params.max_tokens for row in rows)
         self._rollout: Rollout | None = None
 
-    def take(self, words: jax.Array, report: Report, on_device: Mapping[int, Row], version: int) -> None:
+    def take(self, words: jax.Array, report: Report, on_device: Mapping[int, CompletionState], version: int) -> None:
         """The tokens of one slice: of its report, packed on the device and in NumPy's arrays."""
         request_ids = report.outbox.request_ids
         begins = np.full(request_ids.max(initial=0) + 1, -1)  # of each place, where its next token goes

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged._engine.books import Books, Sent
-from jaxpaged._engine.counting import counted
+from jaxpaged._engine.counting import count_report
 from jaxpaged._engine.drafting import Draft
 from jaxpaged._engine.host_copies import HostCopies
 from jaxpaged._engine.host_tier import HostTier, Moves
@@ -37,7 +37,7 @@ SEND_SECONDS, SEND_PART = 4e-3, 0.25  # and this part of a slice: so long before
 NUM_TIMED = 4  # slices: each step is expected to take as long as in the quickest of them
 
 
-def spared(seconds: float) -> float:
+def time_to_spare(seconds: float) -> float:
     """How much of a slice that takes so long the next one can wait."""
     return seconds - max(SEND_SECONDS, SEND_PART * seconds)
 
@@ -114,7 +114,7 @@ class Runner:
             return 0.0
         now, running = time.perf_counter(), self.books.under_way[0]
         began = max(running.began or now, self._ended)
-        return max(began + spared(running.num_steps * min(self._step_seconds)) - now, 0.0)
+        return max(began + time_to_spare(running.num_steps * min(self._step_seconds)) - now, 0.0)
 
     def stats(self) -> EngineStats:
         num_waiting = len(self.books.on_device) - self.counts.num_running
@@ -283,9 +283,9 @@ class Runner:
             self.tier.take(report, sent.moves, rows)
         since, self.since = self.since, time.perf_counter()
         began, self._ended = max(sent.began or since, self._ended), sent.ended or self.since
-        if num_steps := int(report.outbox.num_steps):  # timed on the device: time that the caller spared does not count
+        if num_steps := int(report.outbox.num_steps):  # timed on the device: time that the caller waited does not count
             self._step_seconds.append((self._ended - began) / num_steps)
-        self.counts = counted(self.counts, report, self.kinds, seconds=self.since - since, **counts)
+        self.counts = count_report(self.counts, report, self.kinds, seconds=self.since - since, **counts)
 
     def update_weights(self, weights: Any, adapters: Sequence[int] | None) -> None:
         self.check_usable()
@@ -319,7 +319,7 @@ class Runner:
             )
         while not self.books.is_device_empty:  # requests that were dropped
             self.advance()
-        while self.books.under_way:  # what they hold is memory, and a failure of theirs is told once
+        while self.books.under_way:  # what they hold is memory, and a failure of theirs is reported once
             self.receive()
         pools = [(x, jax.typeof(x), x.sharding) for x in keys_and_values(self.state.caches)]
         with without_interrupts():

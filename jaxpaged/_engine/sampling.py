@@ -38,19 +38,19 @@ DRAWS = 4  # of which all are cut for top_p = 0.95 in 6 of a million
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Likely:
+class TopLogprobs:
     """The most likely tokens, and the logarithms of their probabilities: the model's."""
 
     tokens: jax.Array  # int32 [..., num], the most likely first
     logprobs: jax.Array  # float32 [..., num]
 
     @classmethod
-    def create(cls, size: int, num: int) -> "Likely | None":
+    def create(cls, size: int, num: int) -> "TopLogprobs | None":
         """Zeros; None for a `num` of 0."""
         return cls(jnp.zeros((size, num), jnp.int32), jnp.zeros((size, num), jnp.float32)) if num else None
 
     @classmethod
-    def of(cls, logits: jax.Array, num: int) -> "Likely | None":
+    def of(cls, logits: jax.Array, num: int) -> "TopLogprobs | None":
         if not num:
             return None
         if num > logits.shape[1]:
@@ -69,13 +69,13 @@ def sample(
     given: jax.Array | None = None,
     *,
     is_processed: bool = False,
-    num_likely: int = 0,
-) -> tuple[jax.Array, jax.Array, Likely | None]:
+    num_top_logprobs: int = 0,
+) -> tuple[jax.Array, jax.Array, TopLogprobs | None]:
     """The next token of each seat, int32 `[seats]`, the logarithm of its probability, float32 `[seats]`, and the
-    `num_likely` most likely tokens.
+    `num_top_logprobs` most likely tokens.
 
     The probability is the model's, before temperature, top-k and top-p, unless `is_processed`. If nobody wants
-    logprobs, they are 0, and so are the likely tokens.
+    logprobs, they are 0, and so are the most likely tokens.
 
     Args:
         logits: `[seats, vocab]`.
@@ -114,16 +114,18 @@ def sample(
 
     # A branch over logits copies no cache, and a greedy step costs one pass over them.
     tokens = lax.cond(is_drawn.any(), drawn, lambda _: most_likely, logits)
-    return tokens, *with_likely(logits, logprobs, wants_logprobs, num_likely)
+    return tokens, *with_top_logprobs(logits, logprobs, wants_logprobs, num_top_logprobs)
 
 
 def score(
-    logits: jax.Array, given: jax.Array, wants_logprobs: jax.Array, *, num_likely: int = 0
-) -> tuple[jax.Array, jax.Array, Likely | None]:
+    logits: jax.Array, given: jax.Array, wants_logprobs: jax.Array, *, num_top_logprobs: int = 0
+) -> tuple[jax.Array, jax.Array, TopLogprobs | None]:
     """What `sample` returns for given tokens, or greedy ones where none is given."""
     tokens, best = best_of(logits)
     own = jnp.where(given >= 0, given, tokens)
-    return tokens, *with_likely(logits, lambda logits: logprobs_of(logits, own, best), wants_logprobs, num_likely)
+    return tokens, *with_top_logprobs(
+        logits, lambda logits: logprobs_of(logits, own, best), wants_logprobs, num_top_logprobs
+    )
 
 
 def best_of(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -156,16 +158,16 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array, best: jax.Array) -> jax.Ar
     return chosen - best - jnp.log(jnp.exp(wide - best[:, None]).sum(axis=-1))
 
 
-def with_likely(
-    logits: jax.Array, logprobs: Callable[[jax.Array], jax.Array], wants_logprobs: jax.Array, num_likely: int
-) -> tuple[jax.Array, Likely | None]:
+def with_top_logprobs(
+    logits: jax.Array, logprobs: Callable[[jax.Array], jax.Array], wants_logprobs: jax.Array, num_top_logprobs: int
+) -> tuple[jax.Array, TopLogprobs | None]:
     """`logprobs(logits)` and the most likely tokens, if they are wanted."""
 
-    def wanted(logits: jax.Array) -> tuple[jax.Array, Likely | None]:
-        return logprobs(logits), Likely.of(logits, num_likely)
+    def wanted(logits: jax.Array) -> tuple[jax.Array, TopLogprobs | None]:
+        return logprobs(logits), TopLogprobs.of(logits, num_top_logprobs)
 
-    def unwanted(logits: jax.Array) -> tuple[jax.Array, Likely | None]:
-        return jnp.zeros(logits.shape[0], jnp.float32), Likely.create(logits.shape[0], num_likely)
+    def unwanted(logits: jax.Array) -> tuple[jax.Array, TopLogprobs | None]:
+        return jnp.zeros(logits.shape[0], jnp.float32), TopLogprobs.create(logits.shape[0], num_top_logprobs)
 
     return lax.cond(wants_logprobs, wanted, unwanted, logits)
 

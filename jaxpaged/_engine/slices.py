@@ -14,17 +14,17 @@ from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._attention.attention_step import AttentionStep
 from jaxpaged._attention.writes import watch_writes
 from jaxpaged._cache.kv_cache import KVCache
-from jaxpaged._engine.drafting import Draft, drafted
+from jaxpaged._engine.drafting import Draft, call_draft
 from jaxpaged._engine.inputs import caches_in
 from jaxpaged._engine.kinds import Kind, count_wait, next_kind
 from jaxpaged._engine.options import ResolvedOptions
 from jaxpaged._engine.packing import pack, unpack
 from jaxpaged._engine.prefix_groups import find_groups, sort_by_group
 from jaxpaged._engine.pytrees import difference, in_same_containers
-from jaxpaged._engine.scoring import Told, drawn_rows, score_and_sample
+from jaxpaged._engine.scoring import StepOutputs, drawn_rows, score_and_sample
 from jaxpaged._engine.state import Inbox, Report, State
 from jaxpaged._scheduler.arrays import rows_of
-from jaxpaged._scheduler.records import RequestStatus, Step
+from jaxpaged._scheduler.records import RequestStatus, StepPlan
 from jaxpaged._scheduler.scheduler import Scheduler
 
 # Weights, tokens, positions, caches and the step: the new caches, hidden states, and perhaps `aux`.
@@ -46,10 +46,10 @@ class Setup:
 
 
 def run_packed(
-    setup: Setup, no_news: Inbox, weights: Any, state: State, last: jax.Array, words: Any
+    setup: Setup, no_input: Inbox, weights: Any, state: State, last: jax.Array, words: Any
 ) -> tuple[State, jax.Array]:
-    """`run_slice` between a packed inbox with the shapes of `no_news` and a packed report, in the place of the last."""
-    state, report = run_slice(setup, weights, state, unpack(words, no_news))
+    """`run_slice` between a packed inbox with the shapes of `no_input` and a packed report, which replaces the last."""
+    state, report = run_slice(setup, weights, state, unpack(words, no_input))
     return state, pack(report, jnp)
 
 
@@ -59,9 +59,9 @@ def run_slice(setup: Setup, weights: Any, state: State, inbox: Inbox) -> tuple[S
     prefixes = scheduler.prefixes
     if prefixes is not None:
         scheduler = scheduler.forget_prefixes(inbox.forgets)
-    scheduler, request_ids, refusals = scheduler.submit(allocator, inbox.requests)
+    scheduler, request_ids, submit_statuses = scheduler.submit(allocator, inbox.requests)
     spans = state.spans.at[request_ids].set(inbox.spans, mode="drop")
-    drafting = None if state.drafting is None else state.drafting.begun(request_ids, jnp.asarray(inbox.families))
+    drafting = None if state.drafting is None else state.drafting.reset(request_ids, jnp.asarray(inbox.families))
     state = dataclasses.replace(state, scheduler=scheduler, allocator=allocator, spans=spans, drafting=drafting)
 
     def goes_on(state: State) -> jax.Array:
@@ -76,42 +76,42 @@ def run_slice(setup: Setup, weights: Any, state: State, inbox: Inbox) -> tuple[S
 
     def one_event(state: State) -> State:
         """Changes seats and gives out free ones, and takes a step of the kind that is due, if any."""
-        state = settled(state, is_open)
+        state = change_seats_if_due(state, is_open)
         state = dataclasses.replace(state, scheduler=state.scheduler.admit(state.allocator, is_open=is_open))
-        num_spared, gains = 0 if state.seat_groups is None else state.seat_groups.num_spared, None
+        num_saved_reads, gains = 0 if state.seat_groups is None else state.seat_groups.num_saved_reads, None
         if state.drafting is not None:
-            drafting = state.drafting.guessed(state.scheduler, state.allocator, setup.draft, setup.row_cost)
+            drafting = state.drafting.with_drafts(state.scheduler, state.allocator, setup.draft, setup.row_cost)
             state, gains = dataclasses.replace(state, drafting=drafting), drafting.gains(state.scheduler)
-        kind = next_kind(state.scheduler, state.allocator, state.num_waited, kinds, num_spared, gains)
+        kind = next_kind(state.scheduler, state.allocator, state.num_waited, kinds, num_saved_reads, gains)
         return lax.switch(jnp.where(goes_on(state), kind, len(kinds)), [*steps, lambda state: state], state)
 
     # Their number is known, and no step has a loop, unless the model or its attention has: XLA puts all of an event
     # into a CUDA graph, and a call waits for no step. [slices_h100] [slices_h200]
-    state = lax.fori_loop(0, len(state.told), lambda _, state: one_event(state), state)
+    state = lax.fori_loop(0, len(state.outputs), lambda _, state: one_event(state), state)
     # A change that is due after the last step is made too: what ended is to be drained, and its blocks free.
-    state = settled(state, is_open)
-    return tell(setup, state, request_ids, refusals)
+    state = change_seats_if_due(state, is_open)
+    return make_report(setup, state, request_ids, submit_statuses)
 
 
-def tell(setup: Setup, state: State, request_ids: jax.Array, refusals: jax.Array) -> tuple[State, Report]:
+def make_report(setup: Setup, state: State, request_ids: jax.Array, submit_statuses: jax.Array) -> tuple[State, Report]:
     """Behind the last step: the state for the next slice, and the report of this one."""
     scheduler, outbox = state.scheduler.drain()
-    nothing = Told.create(scheduler, setup.kinds, setup.options.max_logprobs, setup.aux)
-    told = jax.vmap(lambda words: unpack(words, nothing))(state.told)
-    is_told = jnp.arange(len(state.told), dtype=jnp.int32) < outbox.num_steps
-    scored = jnp.where(is_told[:, None], told.scores.request_ids, scheduler.max_requests)
+    nothing = StepOutputs.create(scheduler, setup.kinds, setup.options.max_logprobs, setup.aux)
+    outputs = jax.vmap(lambda words: unpack(words, nothing))(state.outputs)
+    is_step = jnp.arange(len(state.outputs), dtype=jnp.int32) < outbox.num_steps
+    scored = jnp.where(is_step[:, None], outputs.scores.request_ids, scheduler.max_requests)
     report = Report(
         request_ids=request_ids,
-        refusals=refusals,
+        submit_statuses=submit_statuses,
         outbox=outbox,
-        logprobs=told.logprobs,
-        likely=told.likely,
-        aux=told.aux,
-        scores=dataclasses.replace(told.scores, request_ids=scored),
+        logprobs=outputs.logprobs,
+        top_logprobs=outputs.top_logprobs,
+        aux=outputs.aux,
+        scores=dataclasses.replace(outputs.scores, request_ids=scored),
         num_running=(scheduler.seated < scheduler.max_requests).sum(dtype=jnp.int32),
         num_free=state.allocator.num_free,
         num_of_kind=state.num_of_kind,
-        num_spared=state.num_spared,
+        num_saved_reads=state.num_saved_reads,
         num_drafted=jnp.zeros((), jnp.int32) if state.drafting is None else state.drafting.num_drafted,
         num_accepted=jnp.zeros((), jnp.int32) if state.drafting is None else state.drafting.num_accepted,
         num_computed=scheduler.num_computed,
@@ -139,7 +139,7 @@ def tell(setup: Setup, state: State, request_ids: jax.Array, refusals: jax.Array
     return dataclasses.replace(state, scheduler=scheduler), report
 
 
-def settled(state: State, is_open: jax.Array) -> State:
+def change_seats_if_due(state: State, is_open: jax.Array) -> State:
     """With the change of seats that is due, if any, and if `is_open`."""
     if state.scheduler.prefixes is None:
         return state
@@ -177,19 +177,19 @@ def one_step(setup: Setup, weights: Any, state: State, *, wants_logprobs: jax.Ar
         assert drafting is not None
         drafts = drafting.guesses
         if setup.draft is not None:
-            drafts = drafted(setup.draft, weights, state.scheduler, drafting)
+            drafts = call_draft(setup.draft, weights, state.scheduler, drafting)
             is_silent = (drafting.guesses[:, 0] >= 0) & (drafts[:, 0] < 0)
     scheduler, allocator, step = state.scheduler.plan(
         state.allocator, chunk_tokens=kind.chunk_tokens, width=kind.fewer_rows, drafts=drafts
     )
-    seats, groups, num_spared = step.seats if kind.is_narrow else None, None, jnp.zeros((), jnp.int32)
-    if kind.least_spared is not None:
+    seats, groups, num_saved_reads = step.seats if kind.is_narrow else None, None, jnp.zeros((), jnp.int32)
+    if kind.least_saved_reads is not None:
         assert state.seat_groups is not None
-        step, seats, groups, num_spared = sort_by_group(step, state.seat_groups)
+        step, seats, groups, num_saved_reads = sort_by_group(step, state.seat_groups)
     attention_step = make_attention_step(allocator, step, kind, state.caches, seats, groups)
     caches, hidden, aux = setup.model(weights, step.tokens, step.positions, state.caches, attention_step)
     head = functools.partial(apply_head, setup, weights, hidden)
-    tokens, logprobs, likely, scores = score_and_sample(
+    tokens, logprobs, top_logprobs, scores = score_and_sample(
         head,
         scheduler,
         state.spans,
@@ -197,36 +197,36 @@ def one_step(setup: Setup, weights: Any, state: State, *, wants_logprobs: jax.Ar
         kind,
         wants_logprobs,
         is_processed=setup.options.processed_logprobs,
-        num_likely=setup.options.max_logprobs,
+        num_top_logprobs=setup.options.max_logprobs,
     )
     index_of_step = scheduler.num_steps
     scheduler, allocator = scheduler.commit(allocator, step, tokens)
     if drafting is not None:
         before, after = (rows_of(s.num_known, step.request_ids) for s in (state.scheduler, scheduler))
-        drafting = drafting.learnt(step, after - before, is_silent)
+        drafting = drafting.update(step, after - before, is_silent)
         drafting = drafting.with_hidden(hidden, step, after - before, is_mixed=kind.is_mixed)
 
     rows = drawn_rows(step, kind, num_drafts=scheduler.num_drafts)
     aux = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), aux)
-    told = Told.create(scheduler, setup.kinds, setup.options.max_logprobs, setup.aux)
-    told = told.with_step(kind, logprobs, likely, aux, scores, drafts=scheduler.num_drafts)
+    outputs = StepOutputs.create(scheduler, setup.kinds, setup.options.max_logprobs, setup.aux)
+    outputs = outputs.with_step(kind, logprobs, top_logprobs, aux, scores, drafts=scheduler.num_drafts)
     num_given = jnp.diff(step.query_starts) - step.num_drafts
     return dataclasses.replace(
         state,
         scheduler=scheduler,
         allocator=allocator,
         caches=caches,
-        told=state.told.at[index_of_step].set(pack(told, jnp), mode="drop"),
+        outputs=state.outputs.at[index_of_step].set(pack(outputs, jnp), mode="drop"),
         num_waited=count_wait(state.num_waited, scheduler.num_pending(allocator), num_given),
         num_of_kind=state.num_of_kind.at[index].add(1),
-        num_spared=state.num_spared + num_spared * allocator.block_size,
+        num_saved_reads=state.num_saved_reads + num_saved_reads * allocator.block_size,
         drafting=drafting,
     )
 
 
 def make_attention_step(
     allocator: BlockAllocator,
-    step: Step,
+    step: StepPlan,
     kind: Kind,
     caches: Any,
     seats: jax.Array | None = None,  # of the step's sequences; None: each seat in its order

@@ -17,8 +17,8 @@ from jaxpaged._engine.kinds import Kind
 from jaxpaged._engine.options import ResolvedOptions
 from jaxpaged._engine.packing import num_words
 from jaxpaged._engine.prefix_groups import SeatGroups
-from jaxpaged._engine.sampling import Likely
-from jaxpaged._engine.scoring import Scores, Told
+from jaxpaged._engine.sampling import TopLogprobs
+from jaxpaged._engine.scoring import Scores, StepOutputs
 from jaxpaged._scheduler.records import Outbox, Requests
 from jaxpaged._scheduler.scheduler import Scheduler
 
@@ -31,12 +31,12 @@ class State:
     scheduler: Scheduler
     allocator: BlockAllocator
     caches: Any
-    told: jax.Array  # int32 [steps, words], a packed `Told` of each step since the last report
+    outputs: jax.Array  # int32 [steps, words], a packed `StepOutputs` of each step since the last report
     spans: jax.Array  # int32 [requests, 2], where the scored tokens of each request begin and end
     num_waited: jax.Array  # int32 [], steps since prompts wait for a step with a chunk
     num_of_kind: jax.Array  # int32 [kinds], steps of each kind so far, modulo 2^32
     seat_groups: SeatGroups | None  # None: no kind reads shared blocks once
-    num_spared: jax.Array  # int32 [], tokens that were not read again so far, modulo 2^32
+    num_saved_reads: jax.Array  # int32 [], tokens that were not read again so far, modulo 2^32
     drafting: Drafting | None  # None: no drafts
 
     @classmethod
@@ -50,7 +50,7 @@ class State:
             prefixes = PrefixCache.create(**pool, secret=secrets.randbits(128), num_groups=len(options.windows))
         scheduler = Scheduler.create(
             max_requests=max_requests,
-            num_seats=num_seats,
+            num_seqs=num_seats,
             max_length=max_length,
             max_steps=options.steps_per_slice,
             num_stop_ids=options.num_stop_ids,
@@ -67,25 +67,25 @@ class State:
                 windows=options.windows,
             ),
             caches=caches,
-            told=jnp.zeros((options.steps_per_slice, 0), jnp.int32),
+            outputs=jnp.zeros((options.steps_per_slice, 0), jnp.int32),
             spans=jnp.zeros((max_requests, 2), jnp.int32),
             num_waited=jnp.zeros((), jnp.int32),
             num_of_kind=jnp.zeros(len(kinds), jnp.int32),
-            seat_groups=SeatGroups.create(num_seats) if kinds[0].least_spared is not None else None,
-            num_spared=jnp.zeros((), jnp.int32),
+            seat_groups=SeatGroups.create(num_seats) if kinds[0].least_saved_reads is not None else None,
+            num_saved_reads=jnp.zeros((), jnp.int32),
             drafting=Drafting.create(num_seats, num_drafts, max_requests) if num_drafts else None,
         )
 
     def with_outputs(self, kinds: Sequence[Kind], options: ResolvedOptions, *, hidden: Any, aux: Any) -> State:
         """With room for what the model returns for a token, of these types. `hidden`: None if no draft reads it."""
-        words = num_words(Told.create(self.scheduler, kinds, options.max_logprobs, aux))
+        words = num_words(StepOutputs.create(self.scheduler, kinds, options.max_logprobs, aux))
         drafting = self.drafting
         if drafting is not None:
             drafting = Drafting.create(
                 len(drafting.owners), options.num_speculative_tokens, options.max_requests, hidden
             )
-        told = jnp.zeros((options.steps_per_slice, words), jnp.int32)
-        return dataclasses.replace(self, told=told, drafting=drafting)
+        outputs = jnp.zeros((options.steps_per_slice, words), jnp.int32)
+        return dataclasses.replace(self, outputs=outputs, drafting=drafting)
 
 
 @jax.tree_util.register_dataclass
@@ -108,16 +108,16 @@ class Report:
     """What the host gets back, packed: an array that can be read during the next slice."""
 
     request_ids: jax.Array  # int32 [rows], of the inbox
-    refusals: jax.Array  # int32 [rows]
+    submit_statuses: jax.Array  # int32 [rows]
     outbox: Outbox
     logprobs: jax.Array  # float32, like the tokens of the outbox
-    likely: Likely | None
+    top_logprobs: TopLogprobs | None
     aux: Any  # like them
     scores: Scores  # [steps, rows]
     num_running: jax.Array  # int32 []
     num_free: jax.Array  # int32 [], blocks
     num_of_kind: jax.Array  # int32 [kinds], steps so far, as the next seven
-    num_spared: jax.Array
+    num_saved_reads: jax.Array
     num_drafted: jax.Array
     num_accepted: jax.Array
     num_computed: jax.Array

@@ -9,13 +9,13 @@ from jax.typing import ArrayLike
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._put import put
 from jaxpaged._scheduler.arrays import first_marked, per_seat, rows_of
-from jaxpaged._scheduler.records import RequestStatus, Step
+from jaxpaged._scheduler.records import RequestStatus, StepPlan
 from jaxpaged._scheduler.state import SchedulerState
 
 
 def plan[S: SchedulerState](
     scheduler: S, allocator: BlockAllocator, width: int, *, is_mixed: bool, drafts: jax.Array | None = None
-) -> tuple[S, BlockAllocator, Step]:
+) -> tuple[S, BlockAllocator, StepPlan]:
     """The step after an admission. `is_mixed`: whether a seat may get several tokens."""
     is_open = ~scheduler.is_outbox_full
     is_seated = scheduler.seated < scheduler.max_requests
@@ -42,7 +42,7 @@ def plan[S: SchedulerState](
     )
     is_victim = ~ok.all() & last_in_rank(is_seated, allocator.lengths > 0, ranks)
     # If there is one row for each seat, each has its own: attention needs neither packed queries nor other tables.
-    taken = given if is_mixed or width < scheduler.num_seats else None
+    taken = given if is_mixed or width < scheduler.num_seqs else None
     return scheduler, allocator, pack(scheduler, allocator, given, taken, num_drafts, is_sampled, is_victim, width)
 
 
@@ -67,7 +67,7 @@ def admit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, is_open: A
 def first_waiting(scheduler: SchedulerState) -> jax.Array:
     """The waiting requests that come first in rank, one for each seat, int32 `[seats]`; `max_requests`: no more."""
     is_waiting = (scheduler.statuses == RequestStatus.WAITING)[scheduler.order]
-    return first_marked(scheduler.order, is_waiting, size=scheduler.num_seats, fill_value=scheduler.max_requests)
+    return first_marked(scheduler.order, is_waiting, size=scheduler.num_seqs, fill_value=scheduler.max_requests)
 
 
 def give_seats[S: SchedulerState](
@@ -86,8 +86,8 @@ def give_seats[S: SchedulerState](
         scheduler: the new one.
         entered: int32 `[seats]`, the index of the candidate that each seat was given to; the number of seats: none.
     """
-    num_requests, num_seats = scheduler.max_requests, scheduler.num_seats
-    seats = jnp.arange(num_seats, dtype=jnp.int32)
+    num_requests, num_seqs = scheduler.max_requests, scheduler.num_seqs
+    seats = jnp.arange(num_seqs, dtype=jnp.int32)
 
     # 1. How many of them fit: each needs blocks for its known tokens and one more, beside the reserves of the seated
     # requests and of those admitted before it. A request reserves at least what it needs to enter, so that those that
@@ -108,7 +108,7 @@ def give_seats[S: SchedulerState](
     is_taken = is_free & (turn < fits.sum(dtype=jnp.int32))
     taken_by = jnp.where(is_taken, candidates.at[turn].get(mode="clip"), scheduler.seated)
     statuses = put(scheduler.statuses, taken_by, is_taken, RequestStatus.RUNNING)
-    entered = jnp.where(is_taken, turn, num_seats)
+    entered = jnp.where(is_taken, turn, num_seqs)
     return dataclasses.replace(scheduler, seated=taken_by, statuses=statuses), entered
 
 
@@ -132,8 +132,8 @@ def share(needed: jax.Array, ranks: jax.Array, width: int, *, is_mixed: bool) ->
     def before(counts: jax.Array) -> jax.Array:
         return jnp.where(ranks[None] < ranks[:, None], counts[None], 0).sum(axis=1, dtype=jnp.int32)
 
-    one, num_seats = jnp.minimum(needed, 1), needed.shape[0]
-    if width < num_seats:
+    one, num_seqs = jnp.minimum(needed, 1), needed.shape[0]
+    if width < num_seqs:
         one = jnp.where(before(one) < width, one, 0)
     if not is_mixed:
         return one
@@ -188,7 +188,7 @@ def with_drafts[S: SchedulerState](scheduler: S, drafts: jax.Array, num_drafts: 
 
 def put_tokens(scheduler: SchedulerState, is_wanted: jax.Array, columns: jax.Array, tokens: jax.Array) -> jax.Array:
     """`scheduler.tokens` with those that are wanted of `tokens`, `[seats, n]`."""
-    dropped = scheduler.max_requests + jnp.arange(scheduler.num_seats, dtype=jnp.int32)
+    dropped = scheduler.max_requests + jnp.arange(scheduler.num_seqs, dtype=jnp.int32)
     rows = jnp.where(is_wanted, scheduler.seated[:, None], dropped[:, None])
     return scheduler.tokens.at[rows, columns].set(tokens, mode="drop", unique_indices=True)
 
@@ -208,8 +208,8 @@ def pack(
     is_sampled: jax.Array,
     is_victim: jax.Array,
     width: int,
-) -> Step:
-    num_seats = scheduler.num_seats
+) -> StepPlan:
+    num_seqs = scheduler.num_seqs
     rows = jnp.arange(width, dtype=jnp.int32)
     if taken is None:
         ends, seats, offsets = rows + 1, rows, jnp.zeros_like(rows)
@@ -219,10 +219,10 @@ def pack(
         offsets = rows - rows_of(ends - taken, seats)
     is_token = offsets < rows_of(given, seats)
     computed = rows_of(allocator.lengths - given, seats)
-    seats = jnp.where(is_token, seats, num_seats)
+    seats = jnp.where(is_token, seats, num_seqs)
     positions = jnp.where(is_token, computed + offsets, 0)
     request_ids = scheduler.seated.at[seats].get(mode="fill", fill_value=scheduler.max_requests)
-    return Step(
+    return StepPlan(
         tokens=scheduler.tokens.at[request_ids, positions].get(mode="fill", fill_value=0),
         positions=positions,
         seats=seats,

@@ -9,17 +9,17 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._put import put
 from jaxpaged._scheduler import planning, seats
 from jaxpaged._scheduler.arrays import per_seat
-from jaxpaged._scheduler.records import Outbox, RequestStatus, Step
+from jaxpaged._scheduler.records import Outbox, RequestStatus, StepPlan
 from jaxpaged._scheduler.state import SchedulerState
 
 
 def commit[S: SchedulerState](
-    scheduler: S, allocator: BlockAllocator, step: Step, tokens: jax.Array
+    scheduler: S, allocator: BlockAllocator, step: StepPlan, tokens: jax.Array
 ) -> tuple[S, BlockAllocator]:
     num_requests, most = scheduler.max_requests, scheduler.num_drafts + 1
     is_here = scheduler.seated < num_requests  # not aborted since the plan
     is_sampled = step.is_sampled & is_here
-    tokens = tokens.reshape(scheduler.num_seats, -1)
+    tokens = tokens.reshape(scheduler.num_seqs, -1)
     tokens = jnp.pad(tokens, ((0, 0), (0, most - tokens.shape[1])))
     num_known = per_seat(scheduler, scheduler.num_known)
     columns = num_known[:, None] + jnp.arange(most, dtype=jnp.int32)[None]
@@ -70,7 +70,7 @@ def commit[S: SchedulerState](
 
 def which_count(
     scheduler: SchedulerState,
-    step: Step,
+    step: StepPlan,
     tokens: jax.Array,
     is_sampled: jax.Array,
     num_known: jax.Array,

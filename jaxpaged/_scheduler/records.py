@@ -38,7 +38,7 @@ class RequestStatus(enum.IntEnum):
     ABORTED = 5
 
 
-class Refusal(enum.IntEnum):
+class SubmitStatus(enum.IntEnum):
     """Why `Scheduler.submit` refuses a request."""
 
     ACCEPTED = 0
@@ -109,13 +109,13 @@ class Requests:
 @public_state
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Step:
+class StepPlan:
     """What one forward pass of the model computes: packed tokens in the order of their seats.
 
     Attributes:
         tokens: int32 `[tokens]`; 0 for padding.
         positions: int32 `[tokens]`, each token's position in its request; 0 for padding.
-        seats: int32 `[tokens]`, each token's seat; `num_seats` for padding.
+        seats: int32 `[tokens]`, each token's seat; `num_seqs` for padding.
         slots: int32 `[tokens]`, or with several groups of layers `[groups, tokens]`: for `write_kv`, which drops
             padding.
         query_starts: int32 `[seats + 1]`, where each seat's tokens begin. If a step has one row for each seat, each

@@ -14,7 +14,7 @@ from jaxpaged._integers import as_int32, checked_size
 from jaxpaged._public_state import public_state
 from jaxpaged._scheduler import inspection, planning, progress, seats, submission
 from jaxpaged._scheduler.arrays import per_seat
-from jaxpaged._scheduler.records import MOST_ADAPTERS, Outbox, Requests, RequestStatus, Sampling, Step
+from jaxpaged._scheduler.records import MOST_ADAPTERS, Outbox, Requests, RequestStatus, Sampling, StepPlan
 from jaxpaged._scheduler.state import Prefixes, SchedulerState
 
 
@@ -62,7 +62,7 @@ class Scheduler(SchedulerState):
         cls,
         *,
         max_requests: int,
-        num_seats: int,
+        num_seqs: int,
         max_length: int,
         max_steps: int = 64,
         num_stop_ids: int = 4,
@@ -74,7 +74,7 @@ class Scheduler(SchedulerState):
 
         Args:
             max_requests: the most requests that it holds at once: waiting, running, and finished but not drained.
-            num_seats: the requests that run at once; the rows of its allocator.
+            num_seqs: the requests that run at once: the number of seats, and `num_seqs` of the allocator.
             max_length: the most tokens of a request, prompt and generated ones together.
             max_steps: the most steps between two drains.
             num_stop_ids: the most stop ids of a request.
@@ -90,7 +90,7 @@ class Scheduler(SchedulerState):
         Example:
             >>> import jax, jax.numpy as jnp, jaxpaged
             >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=4, num_seqs=2, max_blocks_per_seq=4)
-            >>> scheduler = jaxpaged.Scheduler.create(max_requests=4, num_seats=2, max_length=16)
+            >>> scheduler = jaxpaged.Scheduler.create(max_requests=4, num_seqs=2, max_length=16)
             >>> def one_step(state):
             ...     scheduler, allocator = state
             ...     scheduler = scheduler.admit(allocator)
@@ -99,7 +99,7 @@ class Scheduler(SchedulerState):
             ...     return scheduler.commit(allocator, step, sampled)
             >>> @jax.jit
             ... def serve(scheduler, allocator, requests):
-            ...     scheduler, ids, refusals = scheduler.submit(allocator, requests)
+            ...     scheduler, ids, submit_statuses = scheduler.submit(allocator, requests)
             ...     state = jax.lax.while_loop(lambda state: state[0].has_work, one_step, (scheduler, allocator))
             ...     return state[0].drain()
             >>> prompts, lengths = jnp.array([[11, 12, 13, 14], [21, 22, 0, 0]]), jnp.array([4, 2])
@@ -110,7 +110,7 @@ class Scheduler(SchedulerState):
             >>> [jaxpaged.RequestStatus(status).name for status in outbox.finished[:2].tolist()]
             ['EXHAUSTED', 'EXHAUSTED']
         """
-        max_requests, num_seats = checked_size("max_requests", max_requests), checked_size("num_seats", num_seats)
+        max_requests, num_seqs = checked_size("max_requests", max_requests), checked_size("num_seqs", num_seqs)
         max_length, max_steps = checked_size("max_length", max_length), checked_size("max_steps", max_steps)
         num_stop_ids, num_drafts = (
             checked_size("num_stop_ids", num_stop_ids, 0),
@@ -122,7 +122,7 @@ class Scheduler(SchedulerState):
             if max_length < (block_size := prefix_cache.listing.tokens.shape[1]):
                 raise ValueError(f"nothing would ever be cached: {max_length=} is less than a block of {block_size}.")
             prefixes = Prefixes.create(
-                prefix_cache, max_requests=max_requests, num_seats=num_seats, num_adapters=num_adapters
+                prefix_cache, max_requests=max_requests, num_seqs=num_seqs, num_adapters=num_adapters
             )
 
         # One array each: two leaves that are one buffer cannot both be donated.
@@ -140,10 +140,10 @@ class Scheduler(SchedulerState):
             keys=full(max_requests),
             order=jnp.arange(max_requests, dtype=jnp.int32),
             ranks=jnp.arange(max_requests, dtype=jnp.int32),
-            seated=full(num_seats, value=max_requests),
+            seated=full(num_seqs, value=max_requests),
             was_refused=jnp.zeros((), jnp.bool_),
-            outbox_tokens=full(max_steps, num_seats * (num_drafts + 1), value=-1),
-            outbox_request_ids=full(max_steps, num_seats * (num_drafts + 1), value=max_requests),
+            outbox_tokens=full(max_steps, num_seqs * (num_drafts + 1), value=-1),
+            outbox_request_ids=full(max_steps, num_seqs * (num_drafts + 1), value=max_requests),
             num_steps=full(),
             next_arrival=full(),
             num_computed=full(),
@@ -168,7 +168,7 @@ class Scheduler(SchedulerState):
             scheduler: the new one.
             request_ids: int32 `[rows]`, the names of the requests in `abort` and in the outbox; `max_requests` if
                 refused. An id is free again once a `drain` has returned the end of its request.
-            refusals: int32 `[rows]`, a `Refusal` each; 0 if accepted.
+            submit_statuses: int32 `[rows]`, a `SubmitStatus` each; 0 if accepted.
 
         Raises:
             ValueError: `requests` is no `Requests`, shapes or dtypes that do not fit, or an allocator with another
@@ -221,7 +221,7 @@ class Scheduler(SchedulerState):
         chunk_tokens: int = 0,
         width: int | None = None,
         drafts: ArrayLike | None = None,
-    ) -> tuple[Scheduler, BlockAllocator, Step]:
+    ) -> tuple[Scheduler, BlockAllocator, StepPlan]:
         """Decides what the next step computes, and makes room for it.
 
         1. Each seat with tokens to compute gets one. With chunks, the remaining rows of the step go to the seats that
@@ -237,7 +237,7 @@ class Scheduler(SchedulerState):
 
         Args:
             allocator: the allocator whose rows are the seats.
-            chunk_tokens: the step has `num_seats + chunk_tokens` rows (static). 0: one row for each seat, row i
+            chunk_tokens: the step has `num_seqs + chunk_tokens` rows (static). 0: one row for each seat, row i
                 for seat i, and no seat gets more than one token.
             width: fewer rows than that (static), for steps in which few seats are taken or few prompt tokens
                 wait. Tokens are packed in seat order. If seats outnumber the rows, the first in rank that need a
@@ -250,7 +250,7 @@ class Scheduler(SchedulerState):
             step: what to compute. Pass its `query_starts` and `allocator.lengths` to `paged_attention`.
 
         Raises:
-            ValueError: `chunk_tokens` is no int or negative, `width` is no int below `num_seats + chunk_tokens`,
+            ValueError: `chunk_tokens` is no int or negative, `width` is no int below `num_seqs + chunk_tokens`,
                 `drafts` of another shape or dtype or without `chunk_tokens`, or an allocator with another number of
                 rows.
 
@@ -258,7 +258,7 @@ class Scheduler(SchedulerState):
         """
         self._check(allocator)
         if drafts is not None:
-            drafts, shape = as_int32(drafts), (self.num_seats, self.num_drafts)
+            drafts, shape = as_int32(drafts), (self.num_seqs, self.num_drafts)
             if drafts.shape != shape or drafts.dtype != jnp.int32 or self.num_drafts == 0:
                 raise ValueError(
                     f"drafts must be int32 {list(shape)}, num_drafts for each seat, at least 1; got {drafts.dtype} "
@@ -266,14 +266,14 @@ class Scheduler(SchedulerState):
                 )
             if chunk_tokens == 0:
                 raise ValueError("a step with drafts is a step with chunks; pass chunk_tokens of at least 1.")
-        most = self.num_seats + checked_size("chunk_tokens", chunk_tokens, 0)
+        most = self.num_seqs + checked_size("chunk_tokens", chunk_tokens, 0)
         if width is None:
             width = most
         elif checked_size("width", width) >= most:
-            raise ValueError(f"width is for steps of fewer rows than num_seats + chunk_tokens, {most}; got {width=}.")
+            raise ValueError(f"width is for steps of fewer rows than num_seqs + chunk_tokens, {most}; got {width=}.")
         return planning.plan(self, allocator, width, is_mixed=chunk_tokens > 0, drafts=drafts)
 
-    def commit(self, allocator: BlockAllocator, step: Step, tokens: ArrayLike) -> tuple[Scheduler, BlockAllocator]:
+    def commit(self, allocator: BlockAllocator, step: StepPlan, tokens: ArrayLike) -> tuple[Scheduler, BlockAllocator]:
         """Takes the tokens sampled in a step: requests grow by a token, end, or are preempted.
 
         A request with drafts grows by the tokens that equal its drafts, up to the first that does not or that ends it,
@@ -295,9 +295,9 @@ class Scheduler(SchedulerState):
         Example: see `create`.
         """
         self._check(allocator)
-        sampled, shape = as_int32(tokens), (self.num_seats, self.num_drafts + 1)
+        sampled, shape = as_int32(tokens), (self.num_seqs, self.num_drafts + 1)
         if sampled.shape not in (shape[:1], shape) or sampled.dtype != jnp.int32:
-            wanted = f"[{self.num_seats}]" + (f" or {list(shape)}" if self.num_drafts else "")
+            wanted = f"[{self.num_seqs}]" + (f" or {list(shape)}" if self.num_drafts else "")
             raise ValueError(f"tokens must be int32 {wanted}; got {sampled.dtype} {list(sampled.shape)}.")
         return progress.commit(self, allocator, step, sampled)
 
@@ -324,7 +324,7 @@ class Scheduler(SchedulerState):
             >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=9, block_size=4, num_seqs=2, max_blocks_per_seq=4)
             >>> prefix_cache = jaxpaged.PrefixCache.create(num_blocks=9, block_size=4)
             >>> scheduler = jaxpaged.Scheduler.create(
-            ...     max_requests=4, num_seats=2, max_length=16, prefix_cache=prefix_cache
+            ...     max_requests=4, num_seqs=2, max_length=16, prefix_cache=prefix_cache
             ... )
             >>> @jax.jit
             ... def one_step(scheduler, allocator):
@@ -388,5 +388,8 @@ class Scheduler(SchedulerState):
 
     def _check(self, allocator: BlockAllocator) -> None:
         num_seqs = allocator.lengths.shape[0]
-        if num_seqs != self.num_seats:
-            raise ValueError(f"the allocator's rows are the seats: got {num_seqs=}, num_seats={self.num_seats}.")
+        if num_seqs != self.num_seqs:
+            raise ValueError(
+                f"the scheduler and its allocator must have the same num_seqs; got {num_seqs=} of the allocator, "
+                f"{self.num_seqs} of the scheduler."
+            )

@@ -8,8 +8,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxpaged._allocator.beginnings import Beginnings, begin_with
 from jaxpaged._allocator.block_allocator import BlockAllocator
+from jaxpaged._allocator.prefix_match import PrefixMatch, begin_with
 from jaxpaged._scheduler import planning
 from jaxpaged._scheduler.arrays import first_marked, per_seat, rows_of
 from jaxpaged._scheduler.state import Prefixes, SchedulerState
@@ -42,15 +42,15 @@ def change_seats[S: SchedulerState](
     scheduler: S, prefixes: Prefixes, allocator: BlockAllocator
 ) -> tuple[S, BlockAllocator]:
     prefixes, allocator, tags = vacate(scheduler, prefixes, allocator)
-    candidates, beginnings = ready(scheduler, prefixes, allocator, tags)
-    num_woken = woken_by_each(allocator, beginnings)
-    scheduler, entered = planning.give_seats(scheduler, allocator, candidates, beginnings.num_blocks, num_woken)
+    candidates, matches = ready(scheduler, prefixes, allocator, tags)
+    num_woken = woken_by_each(allocator, matches)
+    scheduler, entered = planning.give_seats(scheduler, allocator, candidates, matches.num_blocks, num_woken)
     salts = prefixes.salts_of(per_seat(scheduler, scheduler.sampling.adapter))
-    beginnings = rows_of(beginnings, entered)
-    prefixes, allocator = begin(prefixes, allocator, entered, salts, beginnings)
-    is_first = (entered < scheduler.num_seats) & (per_seat(scheduler, prefixes.num_found) < 0)
+    matches = rows_of(matches, entered)
+    prefixes, allocator = begin(prefixes, allocator, entered, salts, matches)
+    is_first = (entered < scheduler.num_seqs) & (per_seat(scheduler, prefixes.num_found) < 0)
     num_found = prefixes.num_found.at[jnp.where(is_first, scheduler.seated, scheduler.max_requests)].set(
-        beginnings.num_found * allocator.block_size, mode="drop"
+        matches.num_found * allocator.block_size, mode="drop"
     )
     prefixes = dataclasses.replace(prefixes, num_found=num_found, is_due=jnp.zeros_like(prefixes.is_due))
     return dataclasses.replace(scheduler, prefixes=prefixes), allocator
@@ -71,7 +71,7 @@ def vacate(
 
 def ready(
     scheduler: SchedulerState, prefixes: Prefixes, allocator: BlockAllocator, tags: jax.Array
-) -> tuple[jax.Array, Beginnings]:
+) -> tuple[jax.Array, PrefixMatch]:
     """The first waiting requests, without those that gain by waiting on, and the blocks that are found for each.
 
     The requests are int32 `[seats]`, with `max_requests` behind the last.
@@ -81,31 +81,31 @@ def ready(
     num_known, findable, adapters = rows_of(of_each, candidates)
     num_asked = jnp.maximum(jnp.minimum(num_known - 1, findable), 0) // allocator.block_size
     blocks = tokens_in_blocks(scheduler, allocator, candidates)
-    beginnings, new_tags = prefixes.cache.find(allocator, blocks, num_asked, prefixes.salts_of(adapters))
-    waits = is_being_computed(scheduler, prefixes, allocator, candidates, beginnings, tags, new_tags)
+    matches, new_tags = prefixes.cache.find(allocator, blocks, num_asked, prefixes.salts_of(adapters))
+    waits = is_being_computed(scheduler, prefixes, allocator, candidates, matches, tags, new_tags)
     is_ready = (candidates < scheduler.max_requests) & ~waits
 
-    num_seats = scheduler.num_seats
-    every = jnp.arange(num_seats, dtype=jnp.int32)
-    order = first_marked(every, is_ready, size=num_seats, fill_value=num_seats)
+    num_seqs = scheduler.num_seqs
+    every = jnp.arange(num_seqs, dtype=jnp.int32)
+    order = first_marked(every, is_ready, size=num_seqs, fill_value=num_seqs)
     candidates = candidates.at[order].get(mode="fill", fill_value=scheduler.max_requests)
-    return candidates, rows_of(beginnings, order)
+    return candidates, rows_of(matches, order)
 
 
 def begin(
-    prefixes: Prefixes, allocator: BlockAllocator, entered: jax.Array, salts: jax.Array, beginnings: Beginnings
+    prefixes: Prefixes, allocator: BlockAllocator, entered: jax.Array, salts: jax.Array, matches: PrefixMatch
 ) -> tuple[Prefixes, BlockAllocator]:
     """Gives requests that entered the blocks found for them.
 
-    `salts` are those of a request that begins in each seat; `beginnings` are of each seat, empty if nobody entered.
+    `salts` are those of a request that begins in each seat; `matches` are of each seat, empty if nobody entered.
     """
-    allocator, _ = begin_with(allocator, beginnings)
+    allocator, _ = begin_with(allocator, matches)
     has_entered = entered < entered.shape[0]
     prefixes = dataclasses.replace(
         prefixes,
-        cache=prefixes.cache.counted(beginnings),
+        cache=prefixes.cache.count(matches),
         salts=jnp.where(has_entered, salts, prefixes.salts),
-        num_listed=jnp.where(has_entered, beginnings.num_found, prefixes.num_listed),
+        num_listed=jnp.where(has_entered, matches.num_found, prefixes.num_listed),
     )
     return prefixes, allocator
 
@@ -123,7 +123,7 @@ def is_being_computed(
     prefixes: Prefixes,
     allocator: BlockAllocator,
     candidates: jax.Array,
-    beginnings: Beginnings,
+    matches: PrefixMatch,
     tags: jax.Array,
     new_tags: jax.Array,
 ) -> jax.Array:
@@ -134,27 +134,27 @@ def is_being_computed(
         prefixes: what they have listed.
         allocator: for its block size.
         candidates: int32 `[seats]`, waiting requests; they will compute.
-        beginnings: what they have.
+        matches: what they have.
         tags: uint32 `[seats, columns]`, of the tokens of seated requests.
         new_tags: uint32 `[seats, columns]`, of the candidates.
     """
-    num_seats, column = scheduler.num_seats, beginnings.num_found
-    lacks = (column < beginnings.num_asked)[None]
+    num_seqs, column = scheduler.num_seqs, matches.num_found
+    lacks = (column < matches.num_asked)[None]
     others = jnp.concatenate([scheduler.seated, candidates])
     of_others = jnp.concatenate([tags, new_tags]).at[:, column].get(mode="clip")  # [others, candidates]
-    its_own = new_tags.at[jnp.arange(num_seats, dtype=jnp.int32), column].get(mode="clip")[None]
+    its_own = new_tags.at[jnp.arange(num_seqs, dtype=jnp.int32), column].get(mode="clip")[None]
     num_listed = jnp.concatenate([prefixes.num_listed, jnp.zeros_like(column)])[:, None]
     num_full = (rows_of(scheduler.num_known, others) // allocator.block_size)[:, None]
     will_list = (num_listed <= column[None]) & (column[None] < num_full)
     ranks = scheduler.ranks.at[others].get(mode="fill", fill_value=scheduler.max_requests)
-    is_before = ranks[:, None] < ranks[None, num_seats:]
+    is_before = ranks[:, None] < ranks[None, num_seqs:]
     return (lacks & is_before & will_list & (of_others == its_own)).any(axis=0)
 
 
-def woken_by_each(allocator: BlockAllocator, beginnings: Beginnings) -> jax.Array:
+def woken_by_each(allocator: BlockAllocator, matches: PrefixMatch) -> jax.Array:
     """Free blocks that each would be the first to hold, if they enter in this order, int32 `[seats]`."""
-    pool, ids = allocator.pool, beginnings.ids.reshape(len(beginnings.ids), -1)
-    is_free = beginnings.begin.reshape(ids.shape) & (pool.cached_at[ids] != pool.num_blocks)
+    pool, ids = allocator.pool, matches.ids.reshape(len(matches.ids), -1)
+    is_free = matches.begin.reshape(ids.shape) & (pool.cached_at[ids] != pool.num_blocks)
     order = jnp.broadcast_to(jnp.arange(len(ids), dtype=jnp.int32)[:, None], ids.shape)
     first = jnp.full(pool.num_blocks, len(ids), jnp.int32)
     first = first.at[jnp.where(is_free, ids, pool.num_blocks)].min(order, mode="drop")

@@ -41,13 +41,13 @@ class Prefixes:
     is_due: jax.Array
 
     @classmethod
-    def create(cls, cache: PrefixCache, *, max_requests: int, num_seats: int, num_adapters: int) -> Prefixes:
+    def create(cls, cache: PrefixCache, *, max_requests: int, num_seqs: int, num_adapters: int) -> Prefixes:
         return cls(
             cache=cache,
             salt=jnp.arange(1 + num_adapters, dtype=jnp.int32),
-            salts=jnp.zeros(num_seats, jnp.int32),
-            num_listed=jnp.zeros(num_seats, jnp.int32),
-            left=jnp.full(num_seats, max_requests, jnp.int32),
+            salts=jnp.zeros(num_seqs, jnp.int32),
+            num_listed=jnp.zeros(num_seqs, jnp.int32),
+            left=jnp.full(num_seqs, max_requests, jnp.int32),
             findable=jnp.zeros(max_requests, jnp.int32),
             num_found=jnp.full(max_requests, -1, jnp.int32),
             is_due=jnp.zeros((), jnp.bool_),
@@ -88,13 +88,13 @@ class SchedulerState:
         return self.tokens.shape[-2]
 
     @property
-    def num_seats(self) -> int:
+    def num_seqs(self) -> int:
         return self.seated.shape[-1]
 
     @property
     def num_drafts(self) -> int:
         """The most drafts of a seat in a step."""
-        return self.outbox_tokens.shape[-1] // self.num_seats - 1
+        return self.outbox_tokens.shape[-1] // self.num_seqs - 1
 
     @property
     def is_live(self) -> jax.Array:

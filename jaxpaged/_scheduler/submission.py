@@ -12,7 +12,7 @@ from jaxpaged._integers import as_int32
 from jaxpaged._put import put
 from jaxpaged._scheduler import planning
 from jaxpaged._scheduler.arrays import first_marked
-from jaxpaged._scheduler.records import Refusal, Requests, RequestStatus, Sampling
+from jaxpaged._scheduler.records import Requests, RequestStatus, Sampling, SubmitStatus
 from jaxpaged._scheduler.state import SchedulerState
 
 MAX_HEAD_START = 2**29  # a key is an arrival less a head start, in int32
@@ -56,15 +56,17 @@ def submit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, new: Requ
     every = jnp.arange(num_requests, dtype=jnp.int32)
 
     # 1. The i-th that is accepted takes the i-th free place.
-    refusals = refused(scheduler, allocator, new)
+    submit_statuses = refused(scheduler, allocator, new)
     is_free = scheduler.statuses == RequestStatus.FREE
     free_ids = first_marked(every, is_free, size=num_rows, fill_value=num_requests)
-    is_wanted = refusals == Refusal.ACCEPTED
+    is_wanted = submit_statuses == SubmitStatus.ACCEPTED
     arrival = jnp.cumsum(is_wanted, dtype=jnp.int32) - 1
     request_ids = jnp.where(is_wanted, free_ids.at[arrival].get(mode="clip"), num_requests)
     is_wanted &= arrival < is_free.sum(dtype=jnp.int32)
     request_ids = jnp.where(is_wanted, request_ids, num_requests)
-    refusals = jnp.where((refusals == Refusal.ACCEPTED) & ~is_wanted, Refusal.QUEUE_FULL, refusals)
+    submit_statuses = jnp.where(
+        (submit_statuses == SubmitStatus.ACCEPTED) & ~is_wanted, SubmitStatus.QUEUE_FULL, submit_statuses
+    )
 
     def place(old: jax.Array, values: jax.Array) -> jax.Array:
         return put(old, request_ids, is_wanted, values)
@@ -96,11 +98,11 @@ def submit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, new: Requ
         ranks=jnp.zeros_like(order).at[order].set(every, unique_indices=True),
         next_arrival=scheduler.next_arrival - oldest + is_wanted.sum(dtype=jnp.int32),
     )
-    return scheduler, request_ids, refusals
+    return scheduler, request_ids, submit_statuses
 
 
 def refused(scheduler: SchedulerState, allocator: BlockAllocator, new: Requests) -> jax.Array:
-    """A `Refusal` for each row, but for a full queue."""
+    """A `SubmitStatus` for each row, but for a full queue."""
     max_length, width = scheduler.tokens.shape[1], new.prompts.shape[1]
     # Compared one by one, so that no sum overflows.
     is_too_long = (new.prompt_lengths > min(width, max_length)) | (new.max_new_tokens > max_length)
@@ -110,12 +112,12 @@ def refused(scheduler: SchedulerState, allocator: BlockAllocator, new: Requests)
     never_fits = num_blocks > allocator.block_tables.shape[-1]
     never_fits |= allocator.most_blocks(num_blocks) > allocator.num_blocks - 1
     reasons = (
-        (new.prompt_lengths < 1, Refusal.NO_PROMPT),
-        (new.max_new_tokens < 1, Refusal.NO_NEW_TOKENS),
-        (is_too_long, Refusal.TOO_LONG),
-        (never_fits, Refusal.NEVER_FITS),
+        (new.prompt_lengths < 1, SubmitStatus.NO_PROMPT),
+        (new.max_new_tokens < 1, SubmitStatus.NO_NEW_TOKENS),
+        (is_too_long, SubmitStatus.TOO_LONG),
+        (never_fits, SubmitStatus.NEVER_FITS),
     )
-    refusals = jnp.zeros_like(limits)  # accepted
+    submit_statuses = jnp.zeros_like(limits)  # accepted
     for is_refused, reason in reversed(reasons):
-        refusals = jnp.where(is_refused, reason, refusals)
-    return refusals
+        submit_statuses = jnp.where(is_refused, reason, submit_statuses)
+    return submit_statuses

@@ -137,7 +137,7 @@ def on_gpu(monkeypatch):
 
     def set_gpu(gpu):
         monkeypatch.setattr(_device, "gpu", lambda: gpu)
-        monkeypatch.setattr(decide, "_told", set())
+        monkeypatch.setattr(decide, "_warned", set())
 
     return set_gpu
 

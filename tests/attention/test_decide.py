@@ -28,7 +28,7 @@ def folder(monkeypatch, tmp_path):
 def forget(monkeypatch):
     """As a new process does."""
     monkeypatch.setattr(decide, "_kept", {})
-    monkeypatch.setattr(decide, "_told", set())
+    monkeypatch.setattr(decide, "_warned", set())
 
 
 class Test:

@@ -70,7 +70,7 @@ def test_modules_take_it():
 @pytest.mark.parametrize("expanded_from", [1, 512])
 def test_latent_modules_take_it(expanded_from):
     dense, paged = both_steps()
-    sizes = dict(num_heads=4, latent_dim=32, head_dim=8, rotary_dim=4, value_dim=8, query_rank=None)
+    sizes = dict(num_heads=4, kv_lora_rank=32, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, q_lora_rank=None)
     settings = LatentSettings(**sizes, rotary_frequencies=rotary_frequencies(4), expanded_from=expanded_from)
     module, x = LatentAttention(16, settings, rngs=nnx.Rngs(0)), random(16)
     sizes = dict(is_latent=True, num_kv_heads=1, head_dim=36, value_dim=32, dtype="float32")

@@ -145,6 +145,6 @@ def test_errors(changes, message):
 def test_a_latent_too_large_for_shared_memory_goes_to_xla(head_dim, dtype, reason):
     q, pool, _, *sizes = arrays(heads=16, kv_heads=1, head_dim=head_dim, cache_dtype=dtype)
     q = shape(*q.shape, dtype=dtype)
-    found = explain(q, pool, None, *sizes, latent_values=512, scale=1.0, gpu="L4")
+    found = explain(q, pool, None, *sizes, value_dim=512, scale=1.0, gpu="L4")
     assert found.implementation == "xla"
     assert reason in found.reason

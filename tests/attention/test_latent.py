@@ -22,7 +22,7 @@ from tests.cases import (
     within_budget,
 )
 
-LATENT = dict(kv_heads=1, head_dim=48, latent_values=32)
+LATENT = dict(kv_heads=1, head_dim=48, value_dim=32, is_latent=True)
 
 
 class Latent(Conformance):
@@ -38,7 +38,7 @@ class Latent(Conformance):
 
     def attend(self, case, num_partitions=1):
         if not case.options:  # the fault: another scale, and the same latent
-            case = case.replace(options=dict(latent_values=32, scale=48**-0.5))
+            case = case.replace(options=dict(value_dim=32, scale=48**-0.5))
         return jitted_attention(*case.arrays, **case.options, num_partitions=num_partitions, return_lse=True)
 
 
@@ -52,7 +52,7 @@ class TestReference(Latent):
 
     def attend(self, case, num_partitions=1):
         if not case.options:
-            case = case.replace(options=dict(latent_values=32, scale=48**-0.5))
+            case = case.replace(options=dict(value_dim=32, scale=48**-0.5))
         return jitted_reference(*case.arrays, **case.options, return_lse=True)
 
 
@@ -150,8 +150,8 @@ def test_blocks_spread_over_two_devices():
     ("changes", "message"),
     [
         (dict(scale=None), "a latent cache needs scale"),
-        (dict(latent_values=None), "v_cache=None and latent_values go together"),
-        (dict(latent_values=49), "numbers of its keys; got value_dim=49, head_dim=48"),
+        (dict(value_dim=None), "v_cache=None and value_dim go together"),
+        (dict(value_dim=49), "numbers of its keys; got value_dim=49, head_dim=48"),
         (dict(v_scale=1.0), "leave v_scale out"),
     ],
 )

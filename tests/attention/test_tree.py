@@ -9,7 +9,7 @@ import pytest
 
 from jaxpaged import explain, paged_attention, paged_attention_reference, tree_mask
 from jaxpaged._attention.call import check_call
-from jaxpaged._attention.choose import Known, choose
+from jaxpaged._attention.choose import StaticHints, choose
 from jaxpaged._device import GPUS
 from tests.cases import OPTIONS, Case, assert_within_budget, make_case, oracle
 
@@ -172,7 +172,7 @@ def test_which_kernel_takes_a_tree(gpu):
     by_name = dict(implementation="mosaic_gpu")
     for options in ({}, dict(num_partitions=2)):
         assert explained(q[:, :21], **options, **by_name).kernel == "paged_decode"  # 63 rows
-    planned = choose(check_call(q[:, :21], *arrays, tree_mask=mask[:, :21]), GPUS[gpu], Known(total_partitions=9))
+    planned = choose(check_call(q[:, :21], *arrays, tree_mask=mask[:, :21]), GPUS[gpu], StaticHints(total_partitions=9))
     assert planned.kernel == "paged_decode"
     assert planned.at_once is not None  # it follows the plan
     assert explained(jnp.zeros((4, 16, 8, 64), jnp.bfloat16), **by_name).kernel == "paged_decode"  # 64 rows

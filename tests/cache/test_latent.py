@@ -44,7 +44,7 @@ def test_tokens_are_where_they_were_written(is_latent, dtype):
     assert not cache.k[0].any()
     if is_latent:
         assert cache.v is None
-        assert cache.latent_values == 8
+        assert cache.value_dim == 8
     else:
         np.testing.assert_allclose(cache.v[1:3].reshape(4, 1, 8), v, atol=2 * tolerance)
 
@@ -123,7 +123,7 @@ def test_rotary_numbers_in_two(dtype, scale_per, gain, is_layer):
 def test_errors_of_rotary_numbers_in_two():
     k, _ = tokens()
     for cache, message in (
-        (filled(False, "int8"), "must be a latent one of 8 bits; got latent_values=None"),
+        (filled(False, "int8"), "must be a latent one of 8 bits; got value_dim=None"),
         (filled(True), "dtype=float32"),
         (filled(True, "int8"), "the cache's 8 values and half as many rotary numbers as are stored behind them, 4"),
     ):
@@ -155,5 +155,5 @@ def test_errors():
     tables, lengths = jnp.asarray([[1]]), jnp.asarray([2])
     with pytest.raises(ValueError, match="values of 8 of the key's numbers"):
         jaxpaged.scatter_kv(latent, jaxpaged.gather_kv(cache, tables, lengths), tables, lengths)
-    with pytest.raises(ValueError, match="latent_values at most the width"):
+    with pytest.raises(ValueError, match="value_dim at most the width"):
         jaxpaged.copy_blocks(KVCache(k=latent.k, v=None), jnp.asarray([1]), jnp.asarray([2]))

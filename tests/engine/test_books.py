@@ -8,7 +8,7 @@ import pytest
 from jaxpaged import SamplingParams
 from jaxpaged._engine import books as books_module
 from jaxpaged._engine.books import Books
-from jaxpaged._scheduler.records import Refusal, RequestStatus
+from jaxpaged._scheduler.records import RequestStatus, SubmitStatus
 
 MAX_REQUESTS = 3
 NOBODY = MAX_REQUESTS
@@ -22,11 +22,14 @@ def report(places=(), tokens=(), finished=()):
     nothing = np.full(1, NOBODY)
     return SimpleNamespace(
         request_ids=np.array(places, np.int32),
-        refusals=np.full(len(places), Refusal.ACCEPTED),
+        submit_statuses=np.full(len(places), SubmitStatus.ACCEPTED),
         outbox=SimpleNamespace(request_ids=of, tokens=what, finished=ends),
         logprobs=np.zeros(len(of), np.float32),
-        likely=None,
-        scores=SimpleNamespace(request_ids=nothing, positions=nothing, logprobs=nothing, is_best=nothing, likely=None),
+        top_logprobs=None,
+        aux=None,
+        scores=SimpleNamespace(
+            request_ids=nothing, positions=nothing, logprobs=nothing, is_best=nothing, top_logprobs=None
+        ),
         num_cached=None,
     )
 
@@ -46,8 +49,8 @@ def add(books, count, **options):
     return [books.add(np.array([1, 2], np.int32), params) for _ in range(count)]
 
 
-def news(books):
-    return [(output.request_id, output.outputs[0].token_ids) for output in books.take_news()]
+def take_tokens(books):
+    return [(output.request_id, output.outputs[0].token_ids) for output in books.take_outputs()]
 
 
 def test_a_row_waits_goes_out_and_ends(books):
@@ -58,12 +61,12 @@ def test_a_row_waits_goes_out_and_ends(books):
     assert books.num_open == 2
     assert take(books, [2], [(2, 7), (2, 8)])["num_generated"] == 2
     assert list(books.on_device) == [2]
-    assert news(books) == [(first, [7, 8])]
-    assert news(books) == []
+    assert take_tokens(books) == [(first, [7, 8])]
+    assert take_tokens(books) == []
     books.send(1)
     take(books, [0], [(2, 9), (0, 5)], finished=[2])
     assert list(books.on_device) == [0]
-    assert dict(news(books)) == {first: [7, 8, 9], second: [5]}
+    assert dict(take_tokens(books)) == {first: [7, 8, 9], second: [5]}
     assert list(books.requests) == [second]
     assert books.num_open == books.num_unfinished == 1
 
@@ -100,7 +103,7 @@ def test_what_a_failed_slice_took_is_sent_again_in_order(books):
     books.take_back()
     assert books.forgets.all()
     assert [row.request_id for row in books.queue] == [ids[1], ids[2]]
-    assert [(output.request_id, output.finished) for output in books.take_news()] == [(ids[0], True)]
+    assert [(output.request_id, output.finished) for output in books.take_outputs()] == [(ids[0], True)]
     assert books.num_open == 2
 
 
@@ -170,10 +173,10 @@ def test_an_end_that_ctrl_c_kept_from_being_told_is_known_still(books, monkeypat
 
     monkeypatch.setattr(books_module, "make_output", make_until)
     with pytest.raises(KeyboardInterrupt):
-        books.take_news()
+        books.take_outputs()
     assert [len(books.named(request, None)) for request in ids] == [1, 1]
     assert len(books.named(None, None)) == 2
-    assert [request for request, _ in news(books)] == ids
+    assert [request for request, _ in take_tokens(books)] == ids
     assert [books.named(request, None) for request in (*ids, None)] == [[], [], []]
 
 
@@ -184,7 +187,7 @@ def test_of_dropped_requests_nothing_is_told(books):
     assert not books.requests
     assert not books.queue
     take(books, [0], [(0, 3)])
-    assert news(books) == []
+    assert take_tokens(books) == []
     assert books.send(1).aborts == [0]
     take(books, finished=[0])
     assert books.is_device_empty

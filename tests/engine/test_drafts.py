@@ -236,7 +236,7 @@ def test_what_followed_in_another_text_is_drafted():
 
 def test_completions_look_into_each_others_texts_in_turn():
     drafting = Drafting.create(num_seats=4, num_drafts=2, max_requests=6)
-    drafting = drafting.begun(jnp.int32([0, 2, 3, 5, 6]), jnp.int32([7, 7, 7, 8, 7]))
+    drafting = drafting.reset(jnp.int32([0, 2, 3, 5, 6]), jnp.int32([7, 7, 7, 8, 7]))
     seated = jnp.int32([2, 5, 0, 6])
     seen = [drafting.companions(seated, jnp.full(4, n, jnp.int32)).tolist() for n in range(6)]
     assert {of_each[0] for of_each in seen} == {0, 3}
@@ -247,19 +247,19 @@ def test_completions_look_into_each_others_texts_in_turn():
 def test_a_request_is_known_by_its_own_drafts():
     drafting = Drafting.create(num_seats=3, num_drafts=2, max_requests=5)
     step = SimpleNamespace(request_ids=jnp.int32([4, 1, 5]), num_drafts=jnp.int32([2, 2, 0]))
-    drafting = drafting.learnt(step, jnp.int32([3, 1, 0]))
+    drafting = drafting.update(step, jnp.int32([3, 1, 0]))
     assert (int(drafting.num_drafted), int(drafting.num_accepted)) == (4, 2)
-    drafting = drafting.learnt(step, jnp.int32([2, 1, 0]))  # of which the second was wrong
+    drafting = drafting.update(step, jnp.int32([2, 1, 0]))  # of which the second was wrong
     np.testing.assert_allclose(drafting.hits, [0, 0, 0, 0, 1 + 2 * KEPT], rtol=1e-6)
     np.testing.assert_allclose(drafting.tries, [0, 1 + KEPT, 0, 0, 2 + 2 * KEPT], rtol=1e-6)
     silent = SimpleNamespace(request_ids=jnp.int32([1, 2, 5]), num_drafts=jnp.int32([0, 0, 0]))
-    drafting = drafting.learnt(silent, jnp.int32([1, 1, 0]), jnp.bool_([False, True, False]))
+    drafting = drafting.update(silent, jnp.int32([1, 1, 0]), jnp.bool_([False, True, False]))
     np.testing.assert_allclose(drafting.tries[1:3], [(1 + KEPT) * KEPT, 1], rtol=1e-6)
     scheduler = SimpleNamespace(seated=jnp.int32([4, 0, 5]))
     chance = (1 + 2 * KEPT + PRIOR) / (3 + 2 * KEPT)
     expected = [[chance, chance**2], [PRIOR, PRIOR**2], [PRIOR, PRIOR**2]]
     np.testing.assert_allclose(drafting.chances(scheduler), expected, rtol=1e-6)
-    drafting = drafting.begun(jnp.int32([4, 5]), jnp.int32([1, 1]))
+    drafting = drafting.reset(jnp.int32([4, 5]), jnp.int32([1, 1]))
     np.testing.assert_allclose(drafting.chances(scheduler)[0], expected[1], rtol=1e-6)
 
 
@@ -276,7 +276,7 @@ def test_guesses_are_worth_their_rows(row_cost, expected):
     seats = jnp.arange(2, dtype=jnp.int32)
     scheduler = SimpleNamespace(seated=seats, num_known=seats + 5)
     drafting = dataclasses.replace(Drafting.create(2, 3, 2), hits=jnp.float32([0, 9]), tries=jnp.float32([9, 9]))
-    drafting = drafting.guessed(scheduler, SimpleNamespace(lengths=seats + 4), knowing, row_cost)
+    drafting = drafting.with_drafts(scheduler, SimpleNamespace(lengths=seats + 4), knowing, row_cost)
     assert drafting.guesses.tolist() == expected  # chances of 7.5% and of 97.5% for each draft in a row
 
 

@@ -128,19 +128,19 @@ def was_interrupted(interrupt, number, functions, engine, params, expected):
     outputs, is_interrupted = {}, False
     with interrupt(number, functions):
         for _ in itertools.takewhile(lambda _: engine.has_unfinished_requests, range(1_000)):  # far too many
-            told = []
+            reported = []
             try:
-                told = engine.step()
-                str(told)  # where Python looks
+                reported = engine.step()
+                str(reported)  # where Python looks
             except KeyboardInterrupt:
                 is_interrupted = True
-            outputs |= {output.request_id: output for output in told}
+            outputs |= {output.request_id: output for output in reported}
     assert read_tokens(outputs[request] for request in requests) == expected, number
     assert all(outputs[request].finished for request in requests)
     return is_interrupted
 
 
-BOOKS = {"advance", "_send", "send", "receive", "_take", "take_places", "take_tokens", "_finish", "_tell"}
+BOOKS = {"advance", "_send", "send", "receive", "_take", "take_places", "take_tokens", "_finish", "_mark_new"}
 BOOKS |= {"num_open", "has_more", "wants_logprobs", "undisturbed", "_drop"}
 
 
@@ -208,7 +208,7 @@ def test_an_engine_whose_thread_has_ended_says_so(monkeypatch):
 
 @pytest.mark.parametrize(
     ("functions", "numbers"),
-    [(BOOKS | {"take_news"}, range(0, 200, 7)), ({"send"}, range(0, 60, 3))],
+    [(BOOKS | {"take_outputs"}, range(0, 200, 7)), ({"send"}, range(0, 60, 3))],
     ids=["all", "send"],
 )
 def test_a_stream_that_was_left_may_be_collected_at_any_line(functions, numbers, expected):
@@ -287,7 +287,7 @@ def interrupted_behind_line(number, functions):
 def test_ctrl_c_while_step_returns_loses_nothing(expected):
     engine, params = shared_engine(16), dataclasses.replace(LONG, max_tokens=STEPS + 1)
 
-    tokens, functions = [x[: STEPS + 1] for x in expected[:2]], (Engine.step, Books.take_news)
+    tokens, functions = [x[: STEPS + 1] for x in expected[:2]], (Engine.step, Books.take_outputs)
     number = 0
     while was_interrupted(interrupted_behind_line, number, functions, engine, params, tokens):
         number += 1

@@ -11,7 +11,7 @@ import pytest
 from jaxpaged import SamplingParams
 from jaxpaged._engine.host_copies import HostCopies, Run
 from jaxpaged._engine.host_tier import HostTier, Moves
-from jaxpaged._engine.requests import Row
+from jaxpaged._engine.requests import CompletionState
 from jaxpaged._scheduler.records import RequestStatus
 from tests.compiled import instructions
 from tests.toy_model import (
@@ -433,11 +433,11 @@ class FakeDevice:
         serials = np.zeros(POOL, np.int32)
         for key, (place, serial) in self.places.items():
             serials[place] = serial if key in self.held else -serial
-        self.tier.take(Told(serials, np.array(self.salts), np.array(self.room)), moves, rows)
+        self.tier.take(Reported(serials, np.array(self.salts), np.array(self.room)), moves, rows)
 
 
 @dataclasses.dataclass
-class Told:
+class Reported:
     serials: np.ndarray
     salts: np.ndarray
     room: np.ndarray
@@ -449,7 +449,7 @@ def make_tier(*, least_tokens=3, growth=0, **options):
 
 
 def row(*tokens, **params):
-    return Row(0, np.array(tokens, np.int32), SamplingParams(max_tokens=1, **params), 0)
+    return CompletionState(0, np.array(tokens, np.int32), SamplingParams(max_tokens=1, **params), 0)
 
 
 def kept(tier):

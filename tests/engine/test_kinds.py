@@ -31,23 +31,26 @@ def test_each_width_is_a_kind_and_one_of_them_takes_chunks_too():
     assert find_widths(make_kinds(8, 64, (20,))) == ([8], [20, 72])
     assert find_widths(make_kinds(6, 16)) == ([6], [22])
     assert find_widths(make_kinds(6, 7, (5,))) == ([5, 6], [13])  # 5 is more than a third of 13
-    sharing, others = make_kinds(384, 640, (64, 128, 256), least_spared=9)[:2], make_kinds(384, 640, (64, 128, 256))
+    sharing, others = (
+        make_kinds(384, 640, (64, 128, 256), least_saved_reads=9)[:2],
+        make_kinds(384, 640, (64, 128, 256)),
+    )
     assert [(kind.width, kind.is_mixed, kind.is_by_row) for kind in sharing] == [
         (384, False, True),
         (1024, True, False),
     ]
-    assert make_kinds(384, 640, (64, 128, 256), least_spared=9)[2:] == others
+    assert make_kinds(384, 640, (64, 128, 256), least_saved_reads=9)[2:] == others
     (exact,) = make_kinds(6, 16, (3,), batch_invariant=True)
     assert (exact.width, exact.is_mixed, exact.num_partitions) == (22, True, 1)
 
 
 @functools.partial(jax.jit, static_argnames="kinds")
-def choose_next(needed, num_waited, num_spared=0, num_read=0, kinds=KINDS):
+def choose_next(needed, num_waited, num_saved_reads=0, num_read=0, kinds=KINDS):
     """The next kind if each seat needs this number of tokens, one of which is known to be computed; 0: a free seat.
-    `num_read`: tokens in the cache beside those that are spared."""
+    `num_read`: tokens in the cache beside those whose reads are saved."""
     is_taken = needed > 0
-    lengths = is_taken.astype(jnp.int32).at[0].add(jnp.maximum(num_spared + num_read - is_taken.sum(), 0))
-    scheduler = Scheduler.create(max_requests=SEATS, num_seats=SEATS, max_length=256)
+    lengths = is_taken.astype(jnp.int32).at[0].add(jnp.maximum(num_saved_reads + num_read - is_taken.sum(), 0))
+    scheduler = Scheduler.create(max_requests=SEATS, num_seqs=SEATS, max_length=256)
     scheduler = dataclasses.replace(
         scheduler,
         seated=jnp.where(is_taken, jnp.arange(SEATS, dtype=jnp.int32), SEATS),
@@ -55,7 +58,7 @@ def choose_next(needed, num_waited, num_spared=0, num_read=0, kinds=KINDS):
     )
     allocator = BlockAllocator.create(num_blocks=2, block_size=4, num_seqs=SEATS, max_blocks_per_seq=1)
     allocator = dataclasses.replace(allocator, lengths=lengths)
-    return next_kind(scheduler, allocator, num_waited, kinds, num_spared)
+    return next_kind(scheduler, allocator, num_waited, kinds, num_saved_reads)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +91,7 @@ def test_the_next_kind(needed, num_waited, expected):
 
 
 @pytest.mark.parametrize(
-    ("needed", "num_spared", "num_read", "expected"),
+    ("needed", "num_saved_reads", "num_read", "expected"),
     [
         ([1] * 9, 159, 0, "all"),
         ([1] * 9, 160, 0, "sharing all"),
@@ -105,11 +108,13 @@ def test_the_next_kind(needed, num_waited, expected):
         ([2], 560, 0, "sharing chunk"),
     ],
 )
-def test_shared_blocks_are_read_once_where_that_pays(needed, num_spared, num_read, expected):
-    kinds = make_kinds(SEATS, CHUNK, WIDTHS, least_spared=160)
+def test_shared_blocks_are_read_once_where_that_pays(needed, num_saved_reads, num_read, expected):
+    kinds = make_kinds(SEATS, CHUNK, WIDTHS, least_saved_reads=160)
     names = "sharing all", "sharing chunk", "four", "eight", "all", "chunk for all"
     needed = np.pad(np.int32(needed), (0, SEATS - len(needed)))
-    assert names[int(choose_next(needed, np.int32(0), np.int32(num_spared), np.int32(num_read), kinds))] == expected
+    assert (
+        names[int(choose_next(needed, np.int32(0), np.int32(num_saved_reads), np.int32(num_read), kinds))] == expected
+    )
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def create_engine(config):
     }[config["drafts"]]
     widths = (7,) if drafts["num_speculative_tokens"] and not config["exact"] else (2,) if config["narrow"] else ()
     least = 1 if config["cached"] == "read once" else None
-    with mock.patch.object(program, "chosen_least_spared", return_value=least), few_shared_tokens():
+    with mock.patch.object(program, "chosen_least_saved_reads", return_value=least), few_shared_tokens():
         return Engine(
             functools.partial(apply, config, groups),
             random_weights(0),

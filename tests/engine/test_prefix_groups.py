@@ -1,4 +1,4 @@
-"""Blocks that requests share are read once: which seats form groups, how a step is sorted, and what it spares."""
+"""Blocks that requests share are read once: which seats form groups, how a step is sorted, and the reads saved."""
 
 import dataclasses
 
@@ -11,9 +11,9 @@ from flax import nnx
 from jaxpaged import AttentionSettings, AttentionStep, BlockAllocator, KVCache, SamplingParams, _device
 from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._attention import run
-from jaxpaged._engine.defaults import chosen_least_spared
+from jaxpaged._engine.defaults import chosen_least_saved_reads
 from jaxpaged._engine.prefix_groups import SeatGroups, find_groups, sort_by_group
-from jaxpaged._scheduler.records import Step
+from jaxpaged._scheduler.records import StepPlan
 from jaxpaged.nnx import PagedAttention
 from tests.toy_model import BLOCK_SIZE, finish, random_weights, shared_engine
 
@@ -38,11 +38,11 @@ def make_allocator(rows, lengths=None):
 
 def found(*args):
     groups = jax.jit(find_groups)(make_allocator(*args))
-    return groups.leaders.tolist(), groups.num_blocks.tolist(), int(groups.num_spared)
+    return groups.leaders.tolist(), groups.num_blocks.tolist(), int(groups.num_saved_reads)
 
 
 def test_seats_form_the_groups_that_spare_most():
-    """All begin with two blocks. Three share five, which spares each more; two share one more, which spares no more."""
+    """All begin with two blocks. Three share five, which saves each more reads. Two share one more: nothing saved."""
     system = [1, 2]
     rows = [
         [*system, 3, 4, 5, 10, 11],
@@ -79,8 +79,8 @@ def sort(counts, leaders, num_blocks, padding=0):
     starts = np.cumsum([0, *counts], dtype=np.int32)
     rows = jnp.arange(starts[-1] + padding, dtype=jnp.int32)
     seats = jnp.asarray([*np.repeat(np.arange(len(counts)), counts), *[len(counts)] * padding], jnp.int32)
-    step = Step(
-        **dict.fromkeys(field.name for field in dataclasses.fields(Step))
+    step = StepPlan(
+        **dict.fromkeys(field.name for field in dataclasses.fields(StepPlan))
         | dict(tokens=10 + rows, positions=20 + rows, slots=30 + rows, seats=seats, query_starts=jnp.asarray(starts))
         | dict(last=jnp.asarray(np.maximum(starts[1:] - 1, 0)))
     )
@@ -89,20 +89,20 @@ def sort(counts, leaders, num_blocks, padding=0):
 
 
 def test_a_step_of_single_tokens_is_sorted_by_group():
-    step, seats, groups, num_spared = sort([1] * 6, [0, 1, 6, 0, 1, 0], [3, 2, 0, 3, 2, 3])
+    step, seats, groups, num_saved_reads = sort([1] * 6, [0, 1, 6, 0, 1, 0], [3, 2, 0, 3, 2, 3])
     assert seats.tolist() == step.seats.tolist() == [0, 3, 5, 1, 4, 2]
     for values, first in ((step.tokens, 10), (step.positions, 20), (step.slots, 30)):
         assert values.tolist() == [first + seat for seat in seats.tolist()]
     assert groups.num_blocks.tolist() == [3, 3, 3, 2, 2, 0]
     assert groups.starts.tolist() == [0, 3, 5, 5]  # room for three groups of six seats
     assert groups.first[:2].tolist() == [0, 3]
-    assert int(num_spared) == 2 * 3 + 2
+    assert int(num_saved_reads) == 2 * 3 + 2
 
 
 def test_the_rows_of_a_seat_stay_together():
-    """Of the first group one seat has no row, of the second none has, and of the third only one has: none is spared."""
+    """Of the first group one seat has no row, of the second none has, and of the third only one: no read is saved."""
     counts, leaders = [1, 0, 3, 2, 0, 0, 0, 2], [0, 1, 8, 0, 1, 0, 6, 6]
-    step, seats, groups, num_spared = sort(counts, leaders, [3, 2, 0, 3, 2, 3, 4, 4], padding=2)
+    step, seats, groups, num_saved_reads = sort(counts, leaders, [3, 2, 0, 3, 2, 3, 4, 4], padding=2)
     assert seats.tolist() == [0, 3, 5, 1, 4, 6, 7, 2]
     assert step.seats.tolist() == [0, 3, 3, 7, 7, 2, 2, 2, 8, 8]
     for values, first in ((step.tokens, 10), (step.positions, 20), (step.slots, 30)):
@@ -112,14 +112,14 @@ def test_the_rows_of_a_seat_stay_together():
     assert groups.starts.tolist() == [0, 3, 3, 5, 5]
     assert groups.first[:3].tolist() == [0, 3, 5]
     assert groups.num_blocks.tolist() == [3, 3, 3, 2, 2, 4, 4, 0]
-    assert int(num_spared) == 3
+    assert int(num_saved_reads) == 3
 
 
 def test_a_step_in_which_all_seats_share():
-    _, seats, groups, num_spared = sort([1] * 4, [0, 1, 0, 1], [2, 5, 2, 5])
+    _, seats, groups, num_saved_reads = sort([1] * 4, [0, 1, 0, 1], [2, 5, 2, 5])
     assert seats.tolist() == [0, 2, 1, 3]
     assert (groups.starts.tolist(), groups.num_blocks.tolist()) == ([0, 2, 4], [2, 2, 5, 5])
-    assert int(num_spared) == 7
+    assert int(num_saved_reads) == 7
 
 
 def test_stats_count_the_tokens_that_were_not_read_again():
@@ -129,9 +129,9 @@ def test_stats_count_the_tokens_that_were_not_read_again():
     engine.generate([[*range(22)]], SamplingParams(max_tokens=6, temperature=1.0, seed=7, n=4))
     after = engine.stats()
     # The first is a token ahead: in five steps all read its five blocks, in one the other three.
-    assert after.num_spared - before.num_spared == 5 * (3 * 20) + 2 * 20
+    assert after.num_saved_reads - before.num_saved_reads == 5 * (3 * 20) + 2 * 20
     engine.generate([[*range(22)], [*range(22, 44)]], SamplingParams(max_tokens=6))
-    assert engine.stats().num_spared == after.num_spared
+    assert engine.stats().num_saved_reads == after.num_saved_reads
 
 
 def test_a_group_goes_on_without_a_request_that_ends():
@@ -184,9 +184,9 @@ def test_layers_read_shared_blocks_once_unless_they_have_a_way_of_their_own(by_m
 
 def test_on_which_gpus_and_from_how_many_tokens_on_it_pays(monkeypatch):
     cache = KVCache.create(num_blocks=2, block_size=16, num_kv_heads=8, head_dim=128, num_layers=2)
-    assert chosen_least_spared([cache]) is None  # a CPU
+    assert chosen_least_saved_reads([cache]) is None  # a CPU
     monkeypatch.setattr(_device, "is_gpu", lambda: True)
     monkeypatch.setattr(_device, "gpu", lambda: _device.named("H200"))
-    assert chosen_least_spared([cache]) == 16384
+    assert chosen_least_saved_reads([cache]) == 16384
     monkeypatch.setattr(_device, "gpu", lambda: _device.named("A100"))
-    assert chosen_least_spared([cache]) is None
+    assert chosen_least_saved_reads([cache]) is None

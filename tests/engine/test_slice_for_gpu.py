@@ -72,9 +72,9 @@ def compiled(function, *arguments, **how):
 def compiled_slice(apply, head, engine, weights):
     runner = engine._runner
     model = functools.partial(apply_model, apply)
-    news = runner.program.inbox_of([], [], wants_logprobs=False, num_steps=0, forgets=engine._books.forgets)
+    inbox = runner.program.inbox_of([], [], wants_logprobs=False, num_steps=0, forgets=engine._books.forgets)
     slice_of = functools.partial(run_slice, Setup(model, head, runner.kinds, runner.options))
-    return compiled(slice_of, weights, runner.state_of_slice, news, donate_argnums=1)
+    return compiled(slice_of, weights, runner.state_of_slice, inbox, donate_argnums=1)
 
 
 def without_kernels():
@@ -115,7 +115,9 @@ def experts():
 
 
 def latents():
-    sizes = dict(num_heads=128, latent_dim=512, head_dim=128, rotary_dim=64, value_dim=128, query_rank=None)
+    sizes = dict(
+        num_heads=128, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, q_lora_rank=None
+    )
     how = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, implementation="xla")
     settings = LatentSettings(**sizes, rotary_frequencies=rotary_frequencies(64), **how)
     blocks = dict(num_blocks=ROWS + 1, block_size=16)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxpaged import SamplingParams, Score, generate
-from jaxpaged._engine.requests import Row
-from jaxpaged._engine.sampling import Likely
+from jaxpaged._engine.requests import CompletionState
+from jaxpaged._engine.sampling import TopLogprobs
 from tests.toy_model import (
     BLOCKS,
     HEAD_DIM,
@@ -79,10 +79,12 @@ def test_the_most_likely_tokens_are_the_models(left):
 
 
 def test_those_of_a_prompt_may_come_over_several_slices():
-    row = Row(0, np.arange(5), SamplingParams(top_logprobs=1, prompt_logprobs=True), 0, span=(1, 5))
+    row = CompletionState(0, np.arange(5), SamplingParams(top_logprobs=1, prompt_logprobs=True), 0, span=(1, 5))
     for positions in ([1, 2], [3], [4], [3]):  # the last one after a preemption
-        likely = Likely(np.int32(positions)[:, None], -np.float32(positions)[:, None])
-        row.take_scores(np.array(positions), likely.logprobs[:, 0], np.ones(len(positions), np.bool_), likely)
+        top_logprobs = TopLogprobs(np.int32(positions)[:, None], -np.float32(positions)[:, None])
+        row.take_scores(
+            np.array(positions), top_logprobs.logprobs[:, 0], np.ones(len(positions), np.bool_), top_logprobs
+        )
     assert row.score() == Score([-1, -2, -3, -4], [True] * 4, [{i: -i} for i in range(1, 5)])
 
 

@@ -82,8 +82,8 @@ def test_one_beam_is_greedy(tiny, prompts):
 
 
 def test_a_beam_that_finds_no_block_is_given_up_and_the_others_go_on(tiny, prompts, monkeypatch):
-    def small(*arguments, num_spared, **options):
-        return start(*arguments, num_spared=num_spared, **options | {"num_blocks": 26})
+    def small(*arguments, num_saved_blocks, **options):
+        return start(*arguments, num_saved_blocks=num_saved_blocks, **options | {"num_blocks": 26})
 
     monkeypatch.setattr(beam_search, "start", small)
     found, beams = search(tiny, prompts, 3)

@@ -67,9 +67,9 @@ def test_a_client_that_reads_slowly_holds_one_output_and_misses_no_token():
     generation = Generation(2, [1, 1], [([1], SamplingParams())] * 2)
     for count in (1, 2, 3):
         completion = Completion([7] * count, None, "length" if count == 3 else None)
-        generation.tell(0, RequestOutput(0, [completion], count == 3))
-    generation.tell(1, RequestOutput(1, [Completion([8], None, "stop")], True))
-    assert len(generation.news) == 2
+        generation.put(0, RequestOutput(0, [completion], count == 3))
+    generation.put(1, RequestOutput(1, [Completion([8], None, "stop")], True))
+    assert len(generation.unread) == 2
 
     async def read():
         return [(index, output.outputs[0].token_ids) async for index, output in generation.outputs()]

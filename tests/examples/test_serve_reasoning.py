@@ -46,8 +46,8 @@ def parts(service, text, prompt="", **fields):
             for end in range(1, len(tokens) + 1):
                 is_last = end == len(tokens)
                 completion = Completion(tokens[:end], None, "length" if is_last else None)
-                generation.tell(0, RequestOutput(0, [completion], is_last))
-                while generation.news:
+                generation.put(0, RequestOutput(0, [completion], is_last))
+                while generation.unread:
                     await asyncio.sleep(0)
 
         generating = asyncio.ensure_future(generate())

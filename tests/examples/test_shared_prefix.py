@@ -80,7 +80,7 @@ def test_a_prefix_that_cannot_be_read(run):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "prefix", "spared"),
+    ("prompts", "prefix", "num_saved"),
     [
         ([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 5, 6]], [1, 2, 3, 4], 4),
         ([[1, 2, 3, 4], [1, 2, 3, 4, 6]], [1, 2, 3, 4], 1),  # a prompt's last token is always computed
@@ -88,6 +88,6 @@ def test_a_prefix_that_cannot_be_read(run):
         ([[1, 2, 3, 4]], [1, 2, 3, 4], 0),
     ],
 )
-def test_the_prefix_is_what_all_begin_with_in_full_blocks(prompts, prefix, spared):
+def test_the_prefix_is_what_all_begin_with_in_full_blocks(prompts, prefix, num_saved):
     assert shared_prefix.common_prefix(prompts, 2) == prefix
-    assert shared_prefix.num_spared_blocks(prompts, prefix, 2) == spared
+    assert shared_prefix.num_saved_blocks(prompts, prefix, 2) == num_saved

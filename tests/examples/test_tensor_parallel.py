@@ -25,7 +25,9 @@ RELATIVES = dict(
     windows=(4,), final_soft_cap=9.0, embedding_scale=2.0, use_sinks=True, use_qk_norm=True, use_post_norms=True
 )
 BIASES = dict(attention_bias=True, output_bias=True, mlp_bias=True)
-LATENT = LatentConfig(latent_dim=16, rotary_dim=16, value_dim=12, query_rank=12, rotary_factor=1.0, interleaved=True)
+LATENT = LatentConfig(
+    kv_lora_rank=16, qk_rope_head_dim=16, v_head_dim=12, q_lora_rank=12, rotary_factor=1.0, interleaved=True
+)
 ROUTING = Routing(
     num_experts=4,
     experts_per_token=2,

@@ -15,7 +15,7 @@ from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged._attention.call import check_call
-from jaxpaged._attention.choose import Choice, Known, by_decode
+from jaxpaged._attention.choose import Choice, StaticHints, by_decode
 from jaxpaged._attention.run import run
 from jaxpaged._device import GPUS, Gpu
 from pallas_kernels.decode.partition_plan import PartitionPlan
@@ -108,9 +108,9 @@ def attend(
     the copy engine does it; otherwise reading there raises."""
     fill = dict(out_of_bounds_reads="uninitialized", uninitialized_memory="zero") if zero_fill else {}
     a = make_call(case)
-    known = Known(num_partitions=num_partitions, window=window)
+    hints = StaticHints(num_partitions=num_partitions, window=window)
     gpu = Gpu(num_sms, 9.0)
-    choice = by_decode(a, gpu, known, planned=plan is not None)
+    choice = by_decode(a, gpu, hints, planned=plan is not None)
     choice = changed(choice, **(dict(copies="tma") | config))  # interpret mode has no others
     # The detector does not know that programs count each other before they read what others wrote.
     config_of_all: Any = choice.config

@@ -11,7 +11,7 @@ import pytest
 
 from jaxpaged import _device, explain, paged_attention, tree_mask
 from jaxpaged._attention import kernel_cases
-from jaxpaged._attention.choose import Choice, Known, by_decode, choose
+from jaxpaged._attention.choose import Choice, StaticHints, by_decode, choose
 from jaxpaged._attention.launch import Results
 from jaxpaged._attention.run import run
 from jaxpaged._attention.runs import fewest_runs
@@ -33,7 +33,7 @@ def results(a: Any, num_partitions: NumPartitions) -> Results:
     """By the default kernels, with the plan or the partitions that the test asks for."""
     if isinstance(num_partitions, PartitionPlan):
         return run(by_decode(a, _device.gpu(), planned=True), a, num_partitions)
-    choice = choose(a, _device.gpu(), Known(num_partitions=num_partitions, implementation="mosaic_gpu"))
+    choice = choose(a, _device.gpu(), StaticHints(num_partitions=num_partitions, implementation="mosaic_gpu"))
     assert isinstance(choice, Choice)
     return run(choice, a)
 
@@ -78,8 +78,8 @@ class TestDecode(OnGpu):
     numbers_of_partitions = (8,)  # two, and other forms, in `test_gpu_decode_forms.py`
 
 
-DEEPSEEK_WIDTHS = dict(kv_heads=1, head_dim=576, latent_values=512)
-DEEPSEEK = dict(**DEEPSEEK_WIDTHS, lengths=(0, 1, 15, 16, 17, 700, 333, 130), max_blocks=44)
+DEEPSEEK_WIDTHS = dict(kv_heads=1, head_dim=576, value_dim=512)
+DEEPSEEK = dict(**DEEPSEEK_WIDTHS, is_latent=True, lengths=(0, 1, 15, 16, 17, 700, 333, 130), max_blocks=44)
 
 
 class TestLatent(OnGpu):
@@ -94,7 +94,7 @@ class TestLatent(OnGpu):
 
     def attend(self, case, num_partitions=1):
         if not case.options:  # the fault: another scale, and the same latent
-            case = case.replace(options=dict(latent_values=512, scale=1.0))
+            case = case.replace(options=dict(value_dim=512, scale=1.0))
         return super().attend(case, num_partitions)
 
 
@@ -105,14 +105,14 @@ class TestLatent(OnGpu):
         dict(heads=64, num_partitions=3),
         dict(heads=128, q_len=2, num_partitions=1),
         dict(heads=192, block_size=8, dtype=jnp.float16),
-        dict(heads=64, block_size=128, head_dim=192, latent_values=128),
+        dict(heads=64, block_size=128, head_dim=192, value_dim=128),
     ],
 )
 def test_latents_of_many_heads(shape):
     """Against the reference: so many heads take NumPy minutes."""
     case = kernel_cases.make_case(**DEEPSEEK_WIDTHS | shape)
     attend = functools.partial(paged_attention, implementation="mosaic_gpu", return_lse=True)
-    explained = explain(*case.arrays, **case.options, **case.how, latent_values=case.latent_values)
+    explained = explain(*case.arrays, **case.options, **case.how, value_dim=case.value_dim)
     assert explained.kernel == "paged_latent"
     assert kernel_cases.worst_error(case, attend) < kernel_cases.TOLERANCE
     wrong = kernel_cases.worst_error(case, lambda *x, **options: attend(*x, **options | {"scale": jnp.float32(0.03)}))

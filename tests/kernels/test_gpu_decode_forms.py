@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import _device, tree_mask
-from jaxpaged._attention.choose import Known, by_decode
+from jaxpaged._attention.choose import StaticHints, by_decode
 from jaxpaged._attention.run import run
 from pallas_kernels.decode import partition_plan
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, paired
@@ -33,7 +33,7 @@ BF16 = jnp.bfloat16
 
 def check(case, form, num_partitions=None, plan=None, **changes):
     a = make_call(case)
-    choice = by_decode(a, _device.gpu(), Known(num_partitions=num_partitions))
+    choice = by_decode(a, _device.gpu(), StaticHints(num_partitions=num_partitions))
     choice = changed(choice, copies="tma" if form == "tma" else "cp_async", **changes)
     choice = dataclasses.replace(choice, at_once=None if plan is None else plan.total_partitions)
     with mosaic_for(8.0) if form == "sm_80" else contextlib.nullcontext():
@@ -146,7 +146,7 @@ def test_shapes_of_8bit_caches(shape, form):
     check(real(**shape, cache_dtype=jnp.int8, scale_shape="token_head"), form)
 
 
-LATENT = dict(kv_heads=1, head_dim=576, latent_values=512)
+LATENT = dict(kv_heads=1, head_dim=576, value_dim=512, is_latent=True)
 
 
 WIDTHS = (

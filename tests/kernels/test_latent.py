@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpaged import explain
-from jaxpaged._attention.choose import Known, by_decode
+from jaxpaged._attention.choose import StaticHints, by_decode
 from tests.cases import OPTIONS, make_case
 from tests.kernels.interpret import (
     H100,
@@ -25,7 +25,7 @@ from tests.kernels.lowering import mosaic_for, traced_decode
 pytestmark = pytest.mark.slow
 
 BF16 = jnp.bfloat16
-latent_case = functools.partial(make_case, kv_heads=1, head_dim=192, latent_values=128, dtype=BF16)
+latent_case = functools.partial(make_case, kv_heads=1, head_dim=192, value_dim=128, is_latent=True, dtype=BF16)
 
 
 @pytest.mark.parametrize("name", ["scale", "all"])
@@ -43,7 +43,7 @@ def test_stages_of_one_ring(num_stages):
 def test_partitions_that_xla_merges(num_partitions):
     """More than there are tiles too: those write that they saw nothing."""
     case = latent_case(lengths=(0, 1, 250), max_blocks=16, options=OPTIONS["sinks"])
-    assert by_decode(make_call(case), H100, Known(num_partitions=num_partitions)).config.merged_by == "xla"
+    assert by_decode(make_call(case), H100, StaticHints(num_partitions=num_partitions)).config.merged_by == "xla"
     check(case, num_partitions=num_partitions)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import explain
-from jaxpaged._attention.choose import Known, choose
+from jaxpaged._attention.choose import StaticHints, choose
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case
 from tests.kernels.interpret import (
     H100,
@@ -22,11 +22,13 @@ from tests.kernels.lowering import mosaic_for, traced_latent
 pytestmark = pytest.mark.slow
 
 BF16 = jnp.bfloat16
-latent_case = functools.partial(make_case, kv_heads=1, heads=64, head_dim=192, latent_values=128, dtype=BF16)
+latent_case = functools.partial(
+    make_case, kv_heads=1, heads=64, head_dim=192, value_dim=128, is_latent=True, dtype=BF16
+)
 
 
 def compute(call, num_partitions=1):
-    choice = choose(call, H100, Known(num_partitions=num_partitions))
+    choice = choose(call, H100, StaticHints(num_partitions=num_partitions))
     assert choice.kernel == "paged_latent"
     return run_without_races(choice, call)
 

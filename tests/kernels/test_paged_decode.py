@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import explain
 from jaxpaged._attention import xla
-from jaxpaged._attention.choose import Choice, Known, by_decode, choose
+from jaxpaged._attention.choose import Choice, StaticHints, by_decode, choose
 from jaxpaged._attention.run import run
 from jaxpaged._device import Gpu
 from pallas_kernels.common import sizes
@@ -176,7 +176,7 @@ def test_a_gpu_without_kernels_says_so():
 
 def test_vmap_gradient_and_export():
     cases = [make_case(seed, lengths=(3, 50), max_blocks=4, dtype=BF16, options=OPTIONS["all"]) for seed in range(2)]
-    choice = by_decode(make_call(cases[0]), H100, Known(num_partitions=2))
+    choice = by_decode(make_call(cases[0]), H100, StaticHints(num_partitions=2))
     unchecked = dataclasses.replace(choice, interpret=plgpu.InterpretGPUParams())  # see `attend`
     interpreted, for_gpu = functools.partial(run, unchecked), functools.partial(run, choice)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(make_call, cases))

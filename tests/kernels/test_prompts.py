@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxpaged import explain
 from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._attention import launch, xla
-from jaxpaged._attention.choose import Known, by_decode, choose
+from jaxpaged._attention.choose import StaticHints, by_decode, choose
 from jaxpaged._attention.run import run
 from jaxpaged._attention.runs import cut_uniform
 from tests.cases import OPTIONS, make_case, within_budget
@@ -87,7 +87,7 @@ def test_a_wrong_result_is_noticed(fault, monkeypatch, request):
 
 def test_the_forward_pass_of_a_gradient_is_the_kernels():
     a = make_call(prompt_case(lengths=(5, 60), options=OPTIONS["all"]))
-    choice = choose(a, H100, Known(num_partitions=1))
+    choice = choose(a, H100, StaticHints(num_partitions=1))
     interpreted = functools.partial(
         run, dataclasses.replace(choice, interpret=plgpu.InterpretGPUParams(detect_races=True))
     )

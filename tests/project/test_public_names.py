@@ -47,7 +47,7 @@ def test_signatures_name_their_types():
     """`ArrayLike`, and not the union that it stands for."""
     methods = [method for owner in CLASSES for _, method in inspect.getmembers(owner, inspect.isfunction)]
     for value in [*VALUES, *methods]:
-        if not isinstance(value, type(jaxpaged.Refusal)):
+        if not isinstance(value, type(jaxpaged.SubmitStatus)):
             assert "numpy.ndarray" not in str(inspect.signature(value)), value
     assert "k: 'ArrayLike'" in str(inspect.signature(jaxpaged.write_kv))
 
@@ -85,7 +85,7 @@ def test_large_state_is_a_line_of_names():
     state = [
         BlockAllocator.create(num_seqs=2, max_blocks_per_seq=3, **SIZES),
         PrefixCache.create(**SIZES),
-        Scheduler.create(max_requests=4, num_seats=2, max_length=8, prefix_cache=PrefixCache.create(**SIZES)),
+        Scheduler.create(max_requests=4, num_seqs=2, max_length=8, prefix_cache=PrefixCache.create(**SIZES)),
     ]
     state.append(AttentionStep.create(state[0], jnp.array([4, 8])))
     for value in state:

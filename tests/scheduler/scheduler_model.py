@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxpaged import Refusal, RequestStatus
+from jaxpaged import RequestStatus, SubmitStatus
 from tests.allocator_model import Model
 
 
@@ -59,23 +59,23 @@ class SchedulerModel:
         head_start: int,
         stop_ids: list[int],
         adapter: int = -1,
-    ) -> tuple[int, Refusal]:
+    ) -> tuple[int, SubmitStatus]:
         limit = len(prompt) + max_new_tokens
         free = [i for i in range(self.max_requests) if i not in self.requests]
         if not prompt:
-            return self.max_requests, Refusal.NO_PROMPT
+            return self.max_requests, SubmitStatus.NO_PROMPT
         if max_new_tokens < 1:
-            return self.max_requests, Refusal.NO_NEW_TOKENS
+            return self.max_requests, SubmitStatus.NO_NEW_TOKENS
         if limit > self.max_length or len(prompt) > width:
-            return self.max_requests, Refusal.TOO_LONG
+            return self.max_requests, SubmitStatus.TOO_LONG
         if not self.fits(limit):
-            return self.max_requests, Refusal.NEVER_FITS
+            return self.max_requests, SubmitStatus.NEVER_FITS
         if not free:
-            return self.max_requests, Refusal.QUEUE_FULL
+            return self.max_requests, SubmitStatus.QUEUE_FULL
         key = self.key(self.next_arrival, head_start)
         self.requests[free[0]] = Request(list(prompt), limit, stop_ids, key, self.next_arrival, adapter)
         self.next_arrival += 1
-        return free[0], Refusal.ACCEPTED
+        return free[0], SubmitStatus.ACCEPTED
 
     # The rules that are a line each stand by themselves, so that a test can change one.
 
@@ -306,9 +306,9 @@ class PrefixSchedulerModel(SchedulerModel):
 
     # What gives cause for a change of seats.
 
-    def submit(self, *args) -> tuple[int, Refusal]:
+    def submit(self, *args) -> tuple[int, SubmitStatus]:
         request, refusal = super().submit(*args)
-        self.is_due |= refusal == Refusal.ACCEPTED
+        self.is_due |= refusal == SubmitStatus.ACCEPTED
         return request, refusal
 
     def abort(self, marked: list[int]) -> None:

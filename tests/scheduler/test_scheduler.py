@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import BlockAllocator, PrefixCache, Refusal, Requests, RequestStatus, Sampling, Scheduler
+from jaxpaged import BlockAllocator, PrefixCache, Requests, RequestStatus, Sampling, Scheduler, SubmitStatus
 from tests.compiled import instructions
 
 # Sizes of the loops. The pool holds four sequences at their limit, or all seats and more.
@@ -51,7 +51,7 @@ def run_slice(cache, scheduler, allocator, arrivals, aborts, slip, chunk_tokens)
     prompts, lengths, new_tokens, seeds = arrivals
     stop_ids = jnp.full((ROWS, 1), 13, jnp.int32)
     requests = Requests(prompts, lengths, new_tokens, stop_ids=stop_ids, sampling=Sampling(seed=seeds))
-    scheduler, ids, refusals = scheduler.submit(allocator, requests)
+    scheduler, ids, submit_statuses = scheduler.submit(allocator, requests)
 
     def one_step(carry):
         cache, scheduler, allocator = carry
@@ -64,7 +64,7 @@ def run_slice(cache, scheduler, allocator, arrivals, aborts, slip, chunk_tokens)
     carry = cache, scheduler, allocator
     cache, scheduler, allocator = jax.lax.while_loop(lambda carry: carry[1].has_work, one_step, carry)
     scheduler, outbox = scheduler.drain()
-    return cache, scheduler, allocator, outbox, ids, refusals
+    return cache, scheduler, allocator, outbox, ids, submit_statuses
 
 
 def start(pool):
@@ -73,7 +73,7 @@ def start(pool):
     )
     cache = jnp.full((POOLS[pool] * BLOCK_SIZE, FEATURES), -1, jnp.int32)
     scheduler = Scheduler.create(
-        max_requests=REQUESTS, num_seats=SEATS, max_length=TOKENS, max_steps=STEPS, num_stop_ids=1
+        max_requests=REQUESTS, num_seqs=SEATS, max_length=TOKENS, max_steps=STEPS, num_stop_ids=1
     )
     return cache, scheduler, allocator
 
@@ -125,11 +125,11 @@ def serve(pool, chunk_tokens, queue, rng, *, abort_rate=0.0, slip=0):
             for array, value in zip(arrivals[1:], (len(prompt), queue[i].new_tokens, queue[i].seed), strict=True):
                 array[row] = value
         aborts[list(of_id)] = rng.random(len(of_id)) < abort_rate
-        *state, outbox, ids, refusals = compiled(pool, chunk_tokens)(*state, arrivals, aborts, np.int32(slip))
-        outbox, ids, refusals = jax.tree.map(np.asarray, (outbox, ids, refusals))
-        for i, request_id, refusal in zip(now, ids.tolist(), refusals, strict=False):
-            assert refusal in (Refusal.ACCEPTED, Refusal.QUEUE_FULL)
-            if refusal == Refusal.ACCEPTED:
+        *state, outbox, ids, submit_statuses = compiled(pool, chunk_tokens)(*state, arrivals, aborts, np.int32(slip))
+        outbox, ids, submit_statuses = jax.tree.map(np.asarray, (outbox, ids, submit_statuses))
+        for i, request_id, refusal in zip(now, ids.tolist(), submit_statuses, strict=False):
+            assert refusal in (SubmitStatus.ACCEPTED, SubmitStatus.QUEUE_FULL)
+            if refusal == SubmitStatus.ACCEPTED:
                 assert request_id not in of_id
                 of_id[request_id] = i
         waiting = [i for i in waiting if i not in of_id.values() and i not in ends]
@@ -208,7 +208,7 @@ def test_dtypes_hold_with_64_bits_switched_on():
     # A weak type would compile a slice a second time.
     assert not any(leaf.weak_type for leaf in jax.tree.leaves((state, after)))
     allocator = state[2]
-    scheduler = with_prefix_cache(allocator, max_requests=REQUESTS, num_seats=SEATS, max_length=TOKENS)
+    scheduler = with_prefix_cache(allocator, max_requests=REQUESTS, num_seqs=SEATS, max_length=TOKENS)
     with jax.enable_x64(True):
         after = jax.eval_shape(lambda scheduler: scheduler.forget_prefixes().change_seats(allocator), scheduler)
     for one, other in zip(jax.tree.leaves((scheduler, allocator)), jax.tree.leaves(after), strict=True):
@@ -226,7 +226,7 @@ def test_no_loop_no_branch_no_sort_no_host(platform):
         return *scheduler.drain(), allocator
 
     _, _, allocator = start("tight")
-    scheduler = with_prefix_cache(allocator, max_requests=REQUESTS, num_seats=SEATS, max_length=TOKENS)
+    scheduler = with_prefix_cache(allocator, max_requests=REQUESTS, num_seqs=SEATS, max_length=TOKENS)
     text = (
         jax.jit(all_of_them).trace(scheduler, allocator, np.zeros(REQUESTS, bool)).lower(lowering_platforms=(platform,))
     )
@@ -242,33 +242,33 @@ def with_prefix_cache(allocator, **sizes):
 
 def test_what_can_never_be_served_is_refused():
     allocator = BlockAllocator.create(num_blocks=6, block_size=4, num_seqs=2, max_blocks_per_seq=5)
-    scheduler = Scheduler.create(max_requests=2, num_seats=2, max_length=22)
+    scheduler = Scheduler.create(max_requests=2, num_seqs=2, max_length=22)
     prompts = jnp.zeros((10, 20), jnp.int32)
     lengths = int32(0, 1, 1, 21, 20, 9, 1, 1, -1, 1)
     new_tokens = int32(1, 0, 2**31 - 1, 1, 3, 13, 20, 20, 1, 1)
     # 9 + 13 - 1 = 21 tokens need 6 blocks; 20 fit. Two places: the third that could be served finds the queue full.
     expected = [
-        Refusal.NO_PROMPT,
-        Refusal.NO_NEW_TOKENS,
-        Refusal.TOO_LONG,
-        Refusal.TOO_LONG,
-        Refusal.TOO_LONG,
-        Refusal.NEVER_FITS,
-        Refusal.ACCEPTED,
-        Refusal.ACCEPTED,
-        Refusal.NO_PROMPT,
-        Refusal.QUEUE_FULL,
+        SubmitStatus.NO_PROMPT,
+        SubmitStatus.NO_NEW_TOKENS,
+        SubmitStatus.TOO_LONG,
+        SubmitStatus.TOO_LONG,
+        SubmitStatus.TOO_LONG,
+        SubmitStatus.NEVER_FITS,
+        SubmitStatus.ACCEPTED,
+        SubmitStatus.ACCEPTED,
+        SubmitStatus.NO_PROMPT,
+        SubmitStatus.QUEUE_FULL,
     ]
     submit = jax.jit(Scheduler.submit)
-    submitted, ids, refusals = submit(scheduler, allocator, Requests(prompts, lengths, new_tokens))
-    assert refusals.tolist() == expected
+    submitted, ids, submit_statuses = submit(scheduler, allocator, Requests(prompts, lengths, new_tokens))
+    assert submit_statuses.tolist() == expected
     assert ids.tolist() == [2, 2, 2, 2, 2, 2, 0, 1, 2, 2]
     assert submitted.broken_invariants(allocator) == ()
 
 
 def test_text_and_misuse():
     allocator = BlockAllocator.create(num_blocks=6, block_size=4, num_seqs=1, max_blocks_per_seq=5)
-    scheduler = Scheduler.create(max_requests=2, num_seats=1, max_length=20)
+    scheduler = Scheduler.create(max_requests=2, num_seqs=1, max_length=20)
     prompts = jnp.ones((2, 3), jnp.int32)
     seated = dict(seated=int32(0), statuses=int32(2, 1), num_known=int32(3, 2), limits=int32(8, 3))
     scheduler = dataclasses.replace(scheduler, **seated)
@@ -286,13 +286,13 @@ def test_text_and_misuse():
         return scheduler.submit(allocator, Requests(**requests))
 
     calls = {
-        "num_seats must be at least 1; got num_seats=0": lambda: Scheduler.create(
-            max_requests=1, num_seats=0, max_length=1
+        "num_seqs must be at least 1; got num_seqs=0": lambda: Scheduler.create(
+            max_requests=1, num_seqs=0, max_length=1
         ),
         "num_stop_ids must be at least 0; got num_stop_ids=-1": lambda: Scheduler.create(
-            max_requests=1, num_seats=1, max_length=1, num_stop_ids=-1
+            max_requests=1, num_seqs=1, max_length=1, num_stop_ids=-1
         ),
-        "got num_seqs=3, num_seats=1": lambda: scheduler.plan(other),
+        "got num_seqs=3 of the allocator, 1 of the scheduler": lambda: scheduler.plan(other),
         "chunk_tokens must be at least 0; got chunk_tokens=-1": lambda: scheduler.plan(allocator, chunk_tokens=-1),
         r"tokens must be int32 \[1\]; got float32": lambda: scheduler.commit(allocator, step, jnp.ones(1)),
         r"requests must be bool \[2\]; got int32": lambda: scheduler.abort(allocator, int32(0, 1)),
@@ -307,9 +307,9 @@ def test_text_and_misuse():
             stop_ids=jnp.zeros((2, 5), jnp.int32)
         ),
         "requests must be jaxpaged.Requests; got ArrayImpl": lambda: scheduler.submit(allocator, prompts),
-        "got num_seqs=3, num_seats=1.": lambda: scheduler.admit(other),
+        "got num_seqs=3 of the allocator, 1 of the scheduler.": lambda: scheduler.admit(other),
     }
-    few = dict(max_requests=2, num_seats=1, max_length=3)
+    few = dict(max_requests=2, num_seqs=1, max_length=3)
     calls |= {
         "max_length=3 is less than a block of 4": lambda: with_prefix_cache(allocator, **few),
         "create the scheduler with a prefix_cache to call this": lambda: scheduler.change_seats(allocator),
@@ -340,7 +340,7 @@ BROKEN = {
 def two_running():
     """Two seats with a cached block each, in a scheduler with a prefix cache."""
     allocator = BlockAllocator.create(num_blocks=6, block_size=2, num_seqs=2, max_blocks_per_seq=5)
-    scheduler = with_prefix_cache(allocator, max_requests=3, num_seats=2, max_length=24)
+    scheduler = with_prefix_cache(allocator, max_requests=3, num_seqs=2, max_length=24)
     allocator, _, _ = allocator.append(int32(3, 2), q_len=3)
     pool = dataclasses.replace(allocator.pool, cached_at=int32(-1, 6, -1, 6, -1, -1))  # blocks 1 and 3
     scheduler = dataclasses.replace(

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jaxpaged import BlockAllocator, PrefixCache, Refusal, Requests, RequestStatus, Sampling, Scheduler
+from jaxpaged import BlockAllocator, PrefixCache, Requests, RequestStatus, Sampling, Scheduler, SubmitStatus
 from tests.allocator_model import Model
 from tests.scheduler.scheduler_model import PrefixSchedulerModel, SchedulerModel
 
@@ -71,7 +71,7 @@ def create(shape, has_cache=False):
     (requests, seats, tokens, steps), (num_blocks, block_size, num_seqs, max_blocks), num_drafts = shape
     scheduler = Scheduler.create(
         max_requests=requests,
-        num_seats=seats,
+        num_seqs=seats,
         max_length=tokens,
         max_steps=steps,
         num_stop_ids=NUM_STOP_IDS,
@@ -114,7 +114,7 @@ class Twins:
         has_adapter = new_tokens % 4 == 3
         adapters = np.where(has_adapter, prompts[:, -1] % NUM_ADAPTERS, -1).astype(np.int32)
         args = prompts, lengths, new_tokens, head_starts.astype(np.int32), stop_ids, adapters
-        ids, refusals = self.run("submit", *args)
+        ids, submit_statuses = self.run("submit", *args)
         for row, (prompt, length, new, head_start, stops, adapter) in enumerate(zip(*args, strict=True)):
             # A length beyond the row is refused before anything else can be seen of the prompt.
             tokens = prompt.tolist() + [0] * 9 if length > WIDTH else prompt.tolist()
@@ -122,7 +122,7 @@ class Twins:
             expected = self.model.submit(
                 tokens[: max(length, 0)], WIDTH, int(new), int(head_start), stops, int(adapter)
             )
-            assert (ids[row], refusals[row]) == expected
+            assert (ids[row], submit_statuses[row]) == expected
         self.change_seats()
 
     def change_seats(self):
@@ -313,7 +313,7 @@ def test_one_among_endless_others_starts_within_a_bound(one, endless):
         return model.submit([1] * prompt_tokens, 8300, new_tokens, 0, [])
 
     def step():
-        while submit(*endless)[1] == Refusal.ACCEPTED:
+        while submit(*endless)[1] == SubmitStatus.ACCEPTED:
             pass
         planned = model.plan(512)
         model.commit(planned, [[0]] * 8, list(model.seats))
@@ -321,7 +321,7 @@ def test_one_among_endless_others_starts_within_a_bound(one, endless):
 
     for _ in range(100):
         step()
-    while (submitted := submit(*one))[1] == Refusal.QUEUE_FULL:
+    while (submitted := submit(*one))[1] == SubmitStatus.QUEUE_FULL:
         step()
     request, num_steps = submitted[0], 0
     ahead = [other.limit for i, other in model.requests.items() if i != request]

@@ -17,8 +17,8 @@ ROWS, VOCABULARY = 2, 2
 @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 def arrive(scheduler, allocator, prompts, lengths, new_tokens, aborted):
     scheduler, allocator = scheduler.abort(allocator, aborted)
-    scheduler, _, refusals = scheduler.submit(allocator, Requests(prompts, lengths, new_tokens))
-    return scheduler, allocator, refusals
+    scheduler, _, submit_statuses = scheduler.submit(allocator, Requests(prompts, lengths, new_tokens))
+    return scheduler, allocator, submit_statuses
 
 
 @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -34,7 +34,7 @@ def create(has_cache):
     sizes = dict(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
     cache = PrefixCache.create(**sizes, num_groups=len(WINDOWS)) if has_cache else None
     scheduler = Scheduler.create(
-        max_requests=REQUESTS, num_seats=SEATS, max_length=MAX_LENGTH, max_steps=2, prefix_cache=cache
+        max_requests=REQUESTS, num_seqs=SEATS, max_length=MAX_LENGTH, max_steps=2, prefix_cache=cache
     )
     columns = MAX_LENGTH // BLOCK_SIZE
     return scheduler, BlockAllocator.create(**sizes, num_seqs=SEATS, max_blocks_per_seq=columns, windows=WINDOWS)
@@ -43,7 +43,7 @@ def create(has_cache):
 def test_drafts_need_room_in_each_group():
     """What a draft lacks in one of them would keep the known token from being computed, in each step."""
     sizes = dict(num_seqs=1, max_blocks_per_seq=8)
-    scheduler = Scheduler.create(max_requests=1, num_seats=1, max_length=16, max_steps=4, num_drafts=2)
+    scheduler = Scheduler.create(max_requests=1, num_seqs=1, max_length=16, max_steps=4, num_drafts=2)
     allocator = BlockAllocator.create(num_blocks=20, block_size=2, windows=(None, None), **sizes)
     prompt = np.arange(4, dtype=np.int32)[None]
     scheduler, _, _ = scheduler.submit(allocator, Requests(prompt, np.int32(4), np.int32(8)))
@@ -65,8 +65,8 @@ def test_every_request_ends_and_every_block_comes_back(has_cache):
         lengths = rng.integers(0, 15, ROWS).astype(np.int32) * (is_open and rng.random() < 0.5)
         new_tokens = rng.integers(1, 6, ROWS).astype(np.int32)
         aborted = rng.random(REQUESTS) < 0.01 * is_open
-        scheduler, allocator, refusals = arrive(scheduler, allocator, prompts, lengths, new_tokens, aborted)
-        num_accepted += int((refusals == 0).sum())
+        scheduler, allocator, submit_statuses = arrive(scheduler, allocator, prompts, lengths, new_tokens, aborted)
+        num_accepted += int((submit_statuses == 0).sum())
         sampled = rng.integers(0, VOCABULARY, SEATS, np.int32)
         scheduler, outbox, allocator = step(scheduler, allocator, sampled)
         num_ended += int((outbox.finished > 0).sum())

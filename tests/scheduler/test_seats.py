@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import BlockAllocator, PrefixCache
-from jaxpaged._allocator.beginnings import Beginnings
+from jaxpaged._allocator.prefix_match import PrefixMatch
 from jaxpaged._scheduler.seats import is_being_computed, woken_by_each
 
 
@@ -24,10 +24,10 @@ def test_free_blocks_that_several_find_are_counted_for_the_first():
     cache, allocator = cache.insert(allocator, tokens)
     allocator = allocator.free(jnp.array([True, True, False, False]))
     blocks = tokens[int32(0, 1, 0, 2)].reshape(4, 3, 2)
-    beginnings, _ = cache.find(allocator, blocks, int32(3, 3, 3, 0), jnp.zeros(4, jnp.int32))
-    np.testing.assert_array_equal(beginnings.num_blocks, [3, 3, 3, 0])
+    matches, _ = cache.find(allocator, blocks, int32(3, 3, 3, 0), jnp.zeros(4, jnp.int32))
+    np.testing.assert_array_equal(matches.num_blocks, [3, 3, 3, 0])
     # The second shares two blocks with the first, and the third all.
-    np.testing.assert_array_equal(woken_by_each(allocator, beginnings), [3, 1, 0, 0])
+    np.testing.assert_array_equal(woken_by_each(allocator, matches), [3, 1, 0, 0])
 
 
 @pytest.mark.parametrize(
@@ -40,11 +40,11 @@ def test_free_blocks_that_several_find_are_counted_for_the_first():
 )
 def test_a_candidate_waits_for_what_a_seat_before_it_will_list(num_listed, num_known, waits):
     scheduler = types.SimpleNamespace(
-        num_seats=1, max_requests=2, seated=int32(0), num_known=int32(num_known, 9), ranks=int32(0, 1)
+        num_seqs=1, max_requests=2, seated=int32(0), num_known=int32(num_known, 9), ranks=int32(0, 1)
     )
     nothing = jnp.zeros((1, 1, 2), jnp.int32)
-    beginnings = Beginnings(int32(2), int32(1), nothing, nothing.astype(jnp.bool_))
+    matches = PrefixMatch(int32(2), int32(1), nothing, nothing.astype(jnp.bool_))
     tags = jnp.asarray([[5, 6]], jnp.uint32)
     prefixes, allocator = types.SimpleNamespace(num_listed=int32(num_listed)), types.SimpleNamespace(block_size=2)
-    found = is_being_computed(scheduler, prefixes, allocator, int32(1), beginnings, tags, tags)
+    found = is_being_computed(scheduler, prefixes, allocator, int32(1), matches, tags, tags)
     assert found.tolist() == [waits]

@@ -1,4 +1,4 @@
-"""With which cached blocks a sequence begins: the most that the windows of all groups of layers allow."""
+"""The longest cached prefix that every layer group can use."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Beginnings:
-    """The cached blocks with which sequences may begin, a row for each."""
+class PrefixMatch:
+    """The cached blocks with which sequences may begin, one row each."""
 
     num_asked: jax.Array  # int32 [seqs], full blocks that were looked up
     num_found: jax.Array  # int32 [seqs], those that were found, in each group
@@ -27,7 +27,7 @@ class Beginnings:
         return self.begin.sum(axis=(1, 2), dtype=jnp.int32)
 
 
-def longest_beginnings(allocator: BlockAllocator, num_asked: jax.Array, ids: jax.Array, there: jax.Array) -> Beginnings:
+def longest_matches(allocator: BlockAllocator, num_asked: jax.Array, ids: jax.Array, there: jax.Array) -> PrefixMatch:
     """The most blocks behind which no group lacks a block that its window shows there.
 
     Args:
@@ -43,17 +43,17 @@ def longest_beginnings(allocator: BlockAllocator, num_asked: jax.Array, ids: jax
     num_found = jnp.where(is_end, column[None] + 1, 0).max(axis=1, initial=0)
     first = allocator.num_passed_at(num_found * allocator.block_size)[..., None]  # [groups, seqs, 1]
     begin = (column[None, None] >= first) & (column[None, None] < num_found[None, :, None])
-    return Beginnings(num_asked, num_found, ids.swapaxes(0, 1), begin.swapaxes(0, 1))
+    return PrefixMatch(num_asked, num_found, ids.swapaxes(0, 1), begin.swapaxes(0, 1))
 
 
-def begin_with(allocator: BlockAllocator, beginnings: Beginnings) -> tuple[BlockAllocator, jax.Array]:
+def begin_with(allocator: BlockAllocator, matches: PrefixMatch) -> tuple[BlockAllocator, jax.Array]:
     """Empty sequences begin with the cached blocks that were found for them; the others do not change.
 
     Also returns how many tokens these hold, int32 `[seqs]`.
     """
-    num_columns, tables, num_passed = beginnings.ids.shape[2], allocator.rows, allocator.num_passed
-    ids, begin = (x.swapaxes(0, 1).reshape(-1, num_columns) for x in (beginnings.ids, beginnings.begin))
-    num_cached = beginnings.num_found * allocator.block_size
+    num_columns, tables, num_passed = matches.ids.shape[2], allocator.rows, allocator.num_passed
+    ids, begin = (x.swapaxes(0, 1).reshape(-1, num_columns) for x in (matches.ids, matches.begin))
+    num_cached = matches.num_found * allocator.block_size
     if num_passed is not None:
         num_passed = jnp.where(num_cached[None] > 0, allocator.num_passed_at(num_cached), num_passed)
     allocator = allocator.with_rows(

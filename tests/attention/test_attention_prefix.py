@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import paged_attention, plan_partitions, tree_mask
+from jaxpaged import paged_attention, tree_mask
 from jaxpaged._attention import run, shared_prefix, xla
+from jaxpaged._attention.plan import make_plan
+from jaxpaged._attention.public import planned_attention
 from jaxpaged._attention.runs import cut_uniform, join_uniform
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, within_budget
 from tests.kernels.interpret import make_call
@@ -106,8 +108,8 @@ def test_a_known_number(prefix):
 
 def test_a_plan():
     case = shared_case()
-    plan = plan_partitions(case.lengths, num_kv_heads=2)
-    assert_within_budget(case, paged_attention(*case.arrays, shared_prefix=PREFIX, plan=plan))
+    plan = make_plan(case.lengths, num_kv_heads=2)
+    assert_within_budget(case, planned_attention(*case.arrays, shared_prefix=PREFIX, plan=plan))
 
 
 @pytest.mark.parametrize("name", ["window", "alibi"])

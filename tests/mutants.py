@@ -199,9 +199,9 @@ MUTANTS = (
     ),
     Mutant(
         "drafts: only the newest row",
-        "jaxpaged/_engine/slices.py",
-        "None if kind.draws_all else step.last",
-        "step.last",
+        SCORING,
+        "(step.last - step.num_drafts)[:, None] + jnp.arange(num_drafts + 1, dtype=jnp.int32)[None]",
+        "step.last[:, None] + jnp.zeros(num_drafts + 1, jnp.int32)[None]",
         f"{DRAFTS}::right_drafts",
     ),
     Mutant(
@@ -228,8 +228,8 @@ MUTANTS = (
     Mutant(
         "drafts: the hidden state of the request before",
         DRAFTING,
-        "(drafting.owners == scheduler.seated)",
-        "(scheduler.seated >= 0)",
+        "is_own = drafting.owners == scheduler.seated",
+        "is_own = scheduler.seated >= 0",
         f"{DRAFTS}::hidden_states",
     ),
     Mutant("drafts: never again", DRAFTING, "KEPT = 0.95", "KEPT = 1.0", f"{DRAFTS}::right_again"),
@@ -545,8 +545,8 @@ MUTANTS = (
     Mutant(
         "alternatives: those of the row before",
         "jaxpaged/_engine/requests.py",
-        "likely.tokens[start:end]",
-        "likely.tokens[start - 1 : end - 1]",
+        "slice(start, end)",
+        "slice(start - 1, end - 1)",
         "tests/engine/test_top_logprobs.py::models and plenty",
     ),
     Mutant(
@@ -1024,11 +1024,18 @@ MUTANTS = (
         "tests/engine/test_score.py::models_beside and plenty",
     ),
     Mutant(
-        "scoring: rows of a larger group are those of the sequences",
-        SCORING,
-        "num_rows=len(rows)",
-        "num_rows=attend.num_seqs",
-        "tests/engine/test_score.py::groups_of_rows",
+        "step: a layer with a window follows the plan",
+        "jaxpaged/_attention/attention_step.py",
+        '("num_partitions", "sliding_window")',
+        '("num_partitions",)',
+        "tests/attention/test_attention_step.py::one_plan",
+    ),
+    Mutant(
+        "step: the plan is that of shared blocks too",
+        "jaxpaged/_attention/attention_step.py",
+        "lengths -= prefix_groups.num_blocks * allocator.block_size",
+        "pass",
+        "tests/attention/test_attention_step.py::plan_of_a_step",
     ),
     Mutant(
         "seats: tokens whose logits are wanted are found",
@@ -1047,8 +1054,8 @@ MUTANTS = (
     Mutant(
         "engine: the version of the weights now, not of the slice",
         "jaxpaged/_engine/books.py",
-        "row.take_tokens(tokens, logprobs, likely, version)",
-        "row.take_tokens(tokens, logprobs, likely, self.version)",
+        "row.take_tokens(tokens, logprobs, likely, aux, version)",
+        "row.take_tokens(tokens, logprobs, likely, aux, self.version)",
         "tests/engine/test_rollout.py::which_weights",
     ),
     Mutant(
@@ -1434,8 +1441,8 @@ MUTANTS = (
     Mutant(
         "latents: a window is lost among new tokens",
         "jaxpaged/_latent_modules.py",
-        "(tree_mask, shared_prefix, plan, s.sliding_window, s.num_partitions)",
-        "(tree_mask, shared_prefix, plan, s.num_partitions)",
+        "step.tree_mask, step.prefix_groups, settings.sliding_window, num_partitions",
+        "step.tree_mask, step.prefix_groups, num_partitions",
         "tests/test_latent_modules.py::a_window_holds",
     ),
     Mutant(

@@ -213,9 +213,9 @@ MUTANTS = (
     ),
     Mutant(
         "drafts: only the newest row",
-        "jaxpaged/_engine/slices.py",
-        "None if kind.draws_all else step.last",
-        "step.last",
+        SCORING,
+        "(step.last - step.num_drafts)[:, None] + jnp.arange(num_drafts + 1, dtype=jnp.int32)[None]",
+        "step.last[:, None] + jnp.zeros(num_drafts + 1, jnp.int32)[None]",
         f"{DRAFTS}::right_drafts",
     ),
     Mutant(
@@ -242,8 +242,8 @@ MUTANTS = (
     Mutant(
         "drafts: the hidden state of the request before",
         DRAFTING,
-        "(drafting.owners == scheduler.seated)",
-        "(scheduler.seated >= 0)",
+        "is_own = drafting.owners == scheduler.seated",
+        "is_own = scheduler.seated >= 0",
         f"{DRAFTS}::hidden_states",
         "ids",
     ),
@@ -1091,11 +1091,18 @@ MUTANTS = (
         "tests/engine/test_score.py::models_beside and plenty",
     ),
     Mutant(
-        "scoring: rows of a larger group are those of the sequences",
-        SCORING,
-        "num_rows=len(rows)",
-        "num_rows=attend.num_seqs",
-        "tests/engine/test_score.py::groups_of_rows",
+        "step: a layer with a window follows the plan",
+        "jaxpaged/_attention/attention_step.py",
+        '("num_partitions", "sliding_window")',
+        '("num_partitions",)',
+        "tests/attention/test_attention_step.py::one_plan",
+    ),
+    Mutant(
+        "step: the plan is that of shared blocks too",
+        "jaxpaged/_attention/attention_step.py",
+        "lengths -= prefix_groups.num_blocks * allocator.block_size",
+        "pass",
+        "tests/attention/test_attention_step.py::plan_of_a_step",
     ),
     Mutant(
         "seats: tokens whose logits are wanted are found",
@@ -1522,8 +1529,8 @@ MUTANTS = (
     Mutant(
         "latents: a window is lost among new tokens",
         "jaxpaged/_latent_modules.py",
-        "(tree_mask, prefix_groups, plan, s.sliding_window, s.num_partitions)",
-        "(tree_mask, prefix_groups, plan, s.num_partitions)",
+        "step.tree_mask, step.prefix_groups, settings.sliding_window, num_partitions",
+        "step.tree_mask, step.prefix_groups, num_partitions",
         "tests/test_latent_modules.py::a_window_holds",
         "masks",
     ),

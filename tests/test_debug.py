@@ -8,12 +8,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpaged import (
+    AttentionStep,
     BlockAllocator,
     CacheLayer,
     KVCache,
     PrefixCache,
     SamplingParams,
-    attend,
     context_parallel_attention,
     context_parallel_slots,
     debug_checks,
@@ -36,9 +36,8 @@ def create_allocator(*lengths, **sizes):
     return allocator.append(jnp.asarray(lengths, jnp.int32), q_len=max(lengths))
 
 
-def step(cache, allocator, slots, **options):
-    cache = write_kv(cache, KV, KV, slots)
-    return attend(KV, cache, allocator, **options)
+def step(cache, allocator, slots):
+    return AttentionStep.create(allocator, slots).attend(KV, KV, KV, cache)
 
 
 def wrong_block_size(call):
@@ -176,13 +175,13 @@ def test_right_calls_are_not_reported():
     prompt = jnp.ones((2, 5, 1, 8))
     case = make_case(q_len=3, options=OPTIONS["all"])
     with debug_checks():
-        cache = write_kv(create_cache(), prompt, prompt, slots)  # the padding is 24
-        attend(prompt, cache, allocator)
-        layer = write_kv(CacheLayer(create_cache(num_layers=2), 1), prompt, prompt, slots)
-        attend(prompt, layer, allocator)
-        starts = jnp.array([0, 5, 5])
-        attend(prompt[0], write_kv(cache, prompt[0], prompt[0], slots[0]), allocator, query_starts=starts)
-        attend(prompt[0], layer, allocator, query_starts=starts)
+        uniform = AttentionStep.create(allocator, slots)
+        cache, _ = uniform.attend(prompt, prompt, prompt, create_cache())  # the padding is 24
+        layer, _ = uniform.attend(prompt, prompt, prompt, CacheLayer(create_cache(num_layers=2), 1))
+        uniform.attend(prompt, None, None, layer)
+        packed = AttentionStep.create(allocator, slots[0], query_starts=jnp.array([0, 5, 5]))
+        packed.attend(prompt[0], prompt[0], prompt[0], cache)
+        packed.attend(prompt[0], None, None, layer)
         before_the_window = allocator.block_tables.at[0, 0].set(-9)
         paged_attention(KV, cache.k, cache.v, before_the_window, allocator.lengths, sliding_window=1)
         paged_attention(*case.arrays, **case.options)
@@ -190,8 +189,8 @@ def test_right_calls_are_not_reported():
         # The window passes the first block, which a padding row before the new token would see.
         allocator, slots, _ = create_allocator(5, windows=(2,))
         cache = write_kv(create_cache(), prompt[:1], prompt[:1], slots)
-        allocator, slots, _ = allocator.append(jnp.array([1]), q_len=5)
-        attend(prompt[:1], write_kv(cache, prompt[:1], prompt[:1], slots), allocator, sliding_window=2)
+        behind = AttentionStep.create(*allocator.append(jnp.array([1]), q_len=5)[:2])
+        behind.attend(prompt[:1], prompt[:1], prompt[:1], cache, sliding_window=2)
 
 
 def test_context_parallel_attention_is_not_checked():

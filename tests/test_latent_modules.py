@@ -11,7 +11,7 @@ from flax import nnx
 
 import jaxpaged
 import jaxpaged.nnx
-from jaxpaged import BlockAllocator, KVCache, LatentSettings
+from jaxpaged import AttentionStep, BlockAllocator, KVCache, LatentSettings
 from jaxpaged._cache.rotate import rotate
 
 SETTINGS = LatentSettings(
@@ -32,7 +32,7 @@ FEATURES = 12
 def start(num_tokens):
     cache = KVCache.create(**BLOCKS, is_latent=True, num_kv_heads=1, head_dim=20, value_dim=16, dtype="float32")
     allocator = BlockAllocator.create(**BLOCKS, num_seqs=1, max_blocks_per_seq=4)
-    return cache, *allocator.append(jnp.asarray([num_tokens]), q_len=num_tokens)[:2]
+    return cache, AttentionStep.create(*allocator.append(jnp.asarray([num_tokens]), q_len=num_tokens)[:2])
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -79,8 +79,8 @@ def test_the_module_says_what_expanded_heads_say(changes):
     module = jaxpaged.nnx.LatentAttention(FEATURES, settings, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (1, 7, FEATURES))
     expected = expanded(module, x)
-    cache, allocator, slots = start(7)
-    _, out = call(module, x, cache, allocator, slots)
+    cache, step = start(7)
+    _, out = call(module, x, cache, step)
     np.testing.assert_allclose(out, expected, atol=2e-5)
 
 
@@ -88,12 +88,14 @@ def test_a_token_continues_a_prompt_and_packed_tokens_do_too():
     module = jaxpaged.nnx.LatentAttention(FEATURES, SETTINGS, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (1, 7, FEATURES))
     expected = expanded(module, x)
-    cache, allocator, slots = start(5)
-    cache, out = call(module, x[0, :5], cache, allocator, slots[0], query_starts=jnp.asarray([0, 5]))
+    cache, step = start(5)
+    allocator, starts = step.allocator, jnp.asarray([0, 5])
+    packed = AttentionStep.create(allocator, step.slots[0], query_starts=starts)
+    cache, out = call(module, x[0, :5], cache, packed)
     np.testing.assert_allclose(out, expected[0, :5], atol=2e-5)
     for i in (5, 6):
         allocator, slots, _ = allocator.append(jnp.asarray([1]))
-        cache, out = call(module, x[:, i : i + 1], cache, allocator, slots)
+        cache, out = call(module, x[:, i : i + 1], cache, AttentionStep.create(allocator, slots))
         np.testing.assert_allclose(out[:, 0], expected[:, i], atol=2e-5)
 
 
@@ -108,7 +110,8 @@ def test_prompts_by_keys_of_each_head(changes):
     cache = KVCache.create(**BLOCKS, is_latent=True, num_kv_heads=1, head_dim=20, value_dim=16, dtype="float32")
     allocator, slots, _ = BlockAllocator.create(**blocks).append(jnp.asarray([4, 2]), q_len=4)
     # The second sequence has two tokens, at the end of its row.
-    cache, out = call(module, jnp.stack([x[0, :4], jnp.roll(x[1, :4], 2, axis=0)]), cache, allocator, slots)
+    rows = jnp.stack([x[0, :4], jnp.roll(x[1, :4], 2, axis=0)])
+    cache, out = call(module, rows, cache, AttentionStep.create(allocator, slots))
     np.testing.assert_allclose(out[0], expected[0, :4], atol=2e-5)
     np.testing.assert_allclose(out[1, 2:], expected[1, :2], atol=2e-5)
 
@@ -117,7 +120,7 @@ def test_prompts_by_keys_of_each_head(changes):
     packed = jnp.concatenate([x[0, 4:5], x[1, 2:], padding])
     slots = jnp.concatenate([slots[0, -1:], slots[1], jnp.full(3, -1)])
     starts = jnp.asarray([0, 1, 6])
-    cache, out = call(module, packed, cache, allocator, slots, query_starts=starts)
+    cache, out = call(module, packed, cache, AttentionStep.create(allocator, slots, query_starts=starts))
     np.testing.assert_allclose(out[0], expected[0, 4], atol=2e-5)
     np.testing.assert_allclose(out[1:6], expected[1, 2:], atol=2e-5)
 
@@ -136,9 +139,9 @@ def test_which_prompts_have_keys_of_each_head(expanded_from):
     settings = dataclasses.replace(SETTINGS, expanded_from=expanded_from)
     module = jaxpaged.nnx.LatentAttention(FEATURES, settings, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (1, 7, FEATURES))
-    _, allocator, slots = start(7)
+    _, step = start(7)
     cache = KVCache.create(**BLOCKS, is_latent=True, num_kv_heads=1, head_dim=20, value_dim=16, dtype="int8")
-    _, out = call(module, x, cache, allocator, slots)
+    _, out = call(module, x, cache, step)
     error = np.abs(out - expanded(module, x)).max()
     assert (error < 2e-5) == (expanded_from == 7), error
     assert error < 0.1
@@ -158,25 +161,24 @@ def test_a_cache_with_rotary_numbers_in_two(settings):
         allocator, slots, _ = BlockAllocator.create(**BLOCKS, num_seqs=1, max_blocks_per_seq=4).append(
             jnp.asarray([5]), q_len=5
         )
-        cache, _ = call(module, x[:, :5], cache, allocator, slots)
-        allocator, slots, _ = allocator.append(jnp.asarray([2]), q_len=2)
-        return np.abs(call(module, x[:, 5:], cache, allocator, slots)[1] - expected).max()
+        cache, _ = call(module, x[:, :5], cache, AttentionStep.create(allocator, slots))
+        step = AttentionStep.create(*allocator.append(jnp.asarray([2]), q_len=2)[:2])
+        return np.abs(call(module, x[:, 5:], cache, step)[1] - expected).max()
 
     assert error(24) < error(20) / 2
 
 
 def test_errors():
     module = jaxpaged.nnx.LatentAttention(FEATURES, SETTINGS, rngs=nnx.Rngs(0))
-    _, allocator, slots = start(5)
+    cache, step = start(5)
     other = KVCache.create(**BLOCKS, num_kv_heads=1, head_dim=20)
     with pytest.raises(ValueError, match="must be a latent one of 20 numbers and values of 16"):
-        module(jnp.ones((1, 5, FEATURES)), other, allocator, slots)
-    cache, _, _ = start(5)
+        module(jnp.ones((1, 5, FEATURES)), other, step)
     with_window = BlockAllocator.create(**BLOCKS, num_seqs=1, max_blocks_per_seq=4, windows=(4,))
     for expanded_from in (1, 10):
         changed = dataclasses.replace(SETTINGS, expanded_from=expanded_from)
         module = jaxpaged.nnx.LatentAttention(FEATURES, changed, rngs=nnx.Rngs(0))
         with pytest.raises(ValueError, match=r"the layer's group has a window of 4 tokens.* got None"):
-            module(jnp.ones((1, 5, FEATURES)), cache, with_window, slots)
+            module(jnp.ones((1, 5, FEATURES)), cache, AttentionStep.create(with_window, step.slots))
     with pytest.raises(ValueError, match="up to qk_rope_head_dim // 2 numbers; got 3 for qk_rope_head_dim=4"):
         dataclasses.replace(SETTINGS, rotary_frequencies=(1.0, 1.0, 1.0))

@@ -1,5 +1,6 @@
 """The NNX and the Linen module: equal to each other, and to dense attention."""
 
+import dataclasses
 import functools
 
 import flax.linen
@@ -12,7 +13,17 @@ from flax import nnx
 import jaxpaged
 import jaxpaged.linen
 import jaxpaged.nnx
-from jaxpaged import AttentionSettings, BlockAllocator, CacheLayer, KVCache, attend, paged_attention, write_kv
+from jaxpaged import (
+    AttentionSettings,
+    AttentionStep,
+    BlockAllocator,
+    CacheLayer,
+    KVCache,
+    paged_attention,
+    write_kv,
+)
+from jaxpaged._attention import attend
+from jaxpaged._attention.plan import make_plan
 
 FEATURES, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 48, 6, 2, 16, 4
 SIZES = dict(
@@ -130,13 +141,18 @@ def test_prefill_and_decode_are_dense_attention_in_both(options):
         q_len = max(LENGTHS) - 1
         allocator, slots, ok = allocator.append(jnp.asarray([n - 1 for n in LENGTHS], jnp.int32), q_len=q_len)
         assert ok.all()
-        cache, out = call(prompt_batch([x[:-1] for x in sequences], q_len), cache, allocator, slots)
+        step = AttentionStep.create(allocator, slots)
+        cache, out = call(prompt_batch([x[:-1] for x in sequences], q_len), cache, step)
         for row, length, wanted in zip(np.asarray(out), LENGTHS, expected, strict=True):
             np.testing.assert_allclose(row[q_len - length + 1 :], wanted[:-1], atol=2e-5)
         allocator, slots, ok = allocator.append(jnp.ones(len(LENGTHS), jnp.int32))
-        cache, out = call(prompt_batch([x[-1:] for x in sequences], 1), cache, allocator, slots)
-        for row, wanted in zip(np.asarray(out), expected, strict=True):
+        # As one row of each sequence, and as one token.
+        last = prompt_batch([x[-1:] for x in sequences], 1)
+        _, out = call(last, cache, AttentionStep.create(allocator, slots))
+        _, single = call(last[:, 0], cache, AttentionStep.create(allocator, slots[:, 0]))
+        for row, token, wanted in zip(np.asarray(out), np.asarray(single), expected, strict=True):
             np.testing.assert_allclose(row[0], wanted[-1], atol=2e-5)
+            np.testing.assert_allclose(token, wanted[-1], atol=2e-5)
 
 
 @pytest.mark.parametrize("options", [OPTIONS[2], OPTIONS[3]], ids=", ".join)
@@ -146,25 +162,28 @@ def test_packed_tokens_give_what_padded_rows_give(options):
     old, new = np.asarray([2, 0, 5], np.int32), np.asarray([9, 1, 2], np.int32)
     cache, allocator = fresh()
     allocator, slots, _ = allocator.append(old, q_len=5)
-    cache, _ = module(prompt_batch([x[:n] for x, n in zip(tokens(), old, strict=True)], 5), cache, allocator, slots)
+    x = prompt_batch([x[:n] for x, n in zip(tokens(), old, strict=True)], 5)
+    cache, _ = module(x, cache, AttentionStep.create(allocator, slots))
     after, slots, _ = allocator.append(new, q_len=9)
     newest = [x[n:] for x, n in zip(tokens(), old, strict=True)]
-    expected_cache, expected = module(prompt_batch(newest, 9), cache, after, slots)
+    expected_cache, expected = module(prompt_batch(newest, 9), cache, AttentionStep.create(after, slots))
     expected = np.concatenate([row[9 - len(x) :] for row, x in zip(np.asarray(expected), newest, strict=True)])
 
     query_starts = jnp.asarray([1, 10, 11, 13], jnp.int32)
     owners = jnp.asarray([-1, *[0] * 9, 1, 2, 2, -1], jnp.int32)
     positions = jnp.asarray([0, *range(2, 11), 0, 5, 6, 0], jnp.int32)
     x = jnp.asarray(np.pad(np.concatenate(newest), ((1, 1), (0, 0))))
+    slots = after.slots(owners, positions)
+    step = AttentionStep.create(after, slots, query_starts=query_starts)
     for call in (module, apply):
-        packed_cache, out = call(x, cache, after, after.slots(owners, positions), query_starts=query_starts)
+        packed_cache, out = call(x, cache, step)
         assert out.shape == x.shape
         np.testing.assert_allclose(np.asarray(out)[1:-1], expected, atol=2e-5)
         for array, wanted in zip(jax.tree.leaves(packed_cache), jax.tree.leaves(expected_cache), strict=True):
             np.testing.assert_allclose(array, wanted, atol=1e-6)
     # A twin with a mistake in it: the last token of the first sequence given to the second.
     wrong_starts = jnp.asarray([1, 9, 11, 13], jnp.int32)
-    _, wrong = module(x, cache, after, after.slots(owners, positions), query_starts=wrong_starts)
+    _, wrong = module(x, cache, AttentionStep.create(after, slots, query_starts=wrong_starts))
     assert not np.allclose(np.asarray(wrong)[1:-1], expected, atol=2e-5)
 
 
@@ -175,15 +194,17 @@ def test_a_tree_gives_what_its_branches_give():
     x = tokens()[0]
     history, new = jnp.asarray([2, 0, 0], jnp.int32), jnp.asarray([3, 0, 0], jnp.int32)
     allocator, slots, _ = allocator.append(history, q_len=3)
-    cache, _ = module(prompt_batch([x[:2]] * 3, 3), cache, allocator, slots)
+    cache, _ = module(prompt_batch([x[:2]] * 3, 3), cache, AttentionStep.create(allocator, slots))
     after, slots, _ = allocator.append(new, q_len=3)
     positions = jnp.asarray([[2, 3, 3]] * 3, jnp.int32)
     mask = jnp.tile(jaxpaged.tree_mask(jnp.asarray([-1, 0, 0]))[None], (3, 1, 1))
+    chain = AttentionStep.create(after, slots)
     first, second = (
-        np.asarray(module(prompt_batch([x[order]] * 3, 3), cache, after, slots)[1]) for order in ([2, 3, 4], [2, 4, 3])
+        np.asarray(module(prompt_batch([x[order]] * 3, 3), cache, chain)[1]) for order in ([2, 3, 4], [2, 4, 3])
     )
+    tree = AttentionStep.create(after, slots, positions=positions, tree_mask=mask)
     for call in (module, apply):
-        _, out = call(prompt_batch([x[2:5]] * 3, 3), cache, after, slots, positions=positions, tree_mask=mask)
+        _, out = call(prompt_batch([x[2:5]] * 3, 3), cache, tree)
         out = np.asarray(out)
         np.testing.assert_allclose(out[0, :2], first[0, :2], atol=2e-5)
         np.testing.assert_allclose(out[0, 2], second[0, 1], atol=2e-5)
@@ -199,10 +220,10 @@ def test_a_layer_of_a_stack_serves_as_a_cache(dtype):
         num_blocks=16, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=dtype, num_layers=3
     )
     allocator, slots, _ = allocator.append(jnp.asarray(LENGTHS, jnp.int32), q_len=11)
-    x = prompt_batch(tokens(), 11)
-    alone, expected = module(x, cache, allocator, slots)
+    x, step = prompt_batch(tokens(), 11), AttentionStep.create(allocator, slots)
+    alone, expected = module(x, cache, step)
     for call in (module, apply):
-        layer, out = call(x, CacheLayer(stack, 1), allocator, slots)
+        layer, out = call(x, CacheLayer(stack, 1), step)
         assert np.array_equal(out, expected)
         for array, wanted in zip(jax.tree.leaves(layer.stack), jax.tree.leaves(alone), strict=True):
             assert np.array_equal(array[1], wanted)
@@ -215,26 +236,34 @@ def test_attend_passes_tables_scales_and_options():
         fresh()[1],
     )
     allocator, slots, _ = allocator.append(jnp.asarray(LENGTHS, jnp.int32), q_len=11)
+    step = AttentionStep.create(allocator, slots)
     q, k, v = (jax.random.normal(jax.random.key(i), (3, 11, KV_HEADS, HEAD_DIM)) for i in range(3))
-    cache = write_kv(cache, k, v, slots)
-    scales = dict(k_scale=cache.k_scale, v_scale=cache.v_scale)
-    arrays = (q, cache.k, cache.v, allocator.block_tables, allocator.lengths)
-    expected = paged_attention(*arrays, **scales, sliding_window=3, return_lse=True)
-    for out, wanted in zip(attend(q, cache, allocator, sliding_window=3, return_lse=True), expected, strict=True):
-        assert (out == wanted).all()
+    written = write_kv(cache, k, v, slots)
+    scales = dict(k_scale=written.k_scale, v_scale=written.v_scale)
+    arrays = (q, written.k, written.v, allocator.block_tables, allocator.lengths)
+    slopes = jnp.asarray([0.1, 0.7])
+    options = dict(sliding_window=3, scale=0.3, logits_soft_cap=2.0, alibi_slopes=slopes, sinks=slopes)
+    expected = paged_attention(*arrays, **scales, **options, num_partitions=2, implementation="xla")
+    after, out = step.attend(q, k, v, cache, **options, num_partitions=2, implementation="xla")
+    assert (out == expected).all()
+    for ours, theirs in zip(jax.tree.leaves(after), jax.tree.leaves(written), strict=True):
+        assert (ours == theirs).all()
+    for name in options:
+        others = {other: value for other, value in options.items() if other != name}
+        assert not np.allclose(step.attend(q, k, v, cache, **others)[1], expected, atol=1e-3), name
     with pytest.raises(ValueError, match="got num_partitions=0"):
-        attend(q, cache, allocator, num_partitions=0)
+        step.attend(q, k, v, cache, num_partitions=0)
+    with pytest.raises(ValueError, match="got implementation='cuda'"):
+        step.attend(q, k, v, cache, implementation="cuda")
 
 
 def test_the_same_weights_give_the_same_bits_in_both():
     module, apply = make({})
     cache, allocator = fresh()
     allocator, slots, _ = allocator.append(jnp.asarray(LENGTHS, jnp.int32), q_len=11)
-    x = prompt_batch(tokens(), 11)
+    x, step = prompt_batch(tokens(), 11), AttentionStep.create(allocator, slots)
     for left, right in zip(
-        jax.tree.leaves(module(x, cache, allocator, slots)),
-        jax.tree.leaves(apply(x, cache, allocator, slots)),
-        strict=True,
+        jax.tree.leaves(module(x, cache, step)), jax.tree.leaves(apply(x, cache, step)), strict=True
     ):
         assert (left == right).all()
 
@@ -246,7 +275,8 @@ def test_nothing_is_hidden_in_the_modules():
     linen = jaxpaged.linen.PagedAttention(AttentionSettings(**SIZES))
     cache, allocator = fresh()
     allocator, slots, _ = allocator.append(jnp.asarray(LENGTHS, jnp.int32), q_len=11)
-    variables = linen.init(jax.random.key(0), prompt_batch(tokens(), 11), cache, allocator, slots)
+    step = AttentionStep.create(allocator, slots)
+    variables = linen.init(jax.random.key(0), prompt_batch(tokens(), 11), cache, step)
     assert set(variables) == {"params"}
 
 
@@ -269,18 +299,26 @@ def test_size_errors(changes, message):
 
 
 def test_call_errors():
-    module, _ = make({})
+    module, apply = make({})
     cache, allocator = fresh()
     slots = jnp.zeros((3, 1), jnp.int32)
-    with pytest.raises(ValueError, match=r"x must be \[seqs, q_len, features\].*got x.shape=\(3, 48\)"):
-        module(jnp.zeros((3, FEATURES)), cache, allocator, slots)
-    with pytest.raises(ValueError, match=r"with query_starts x must be \[tokens, features\].*got x.shape=\(3, 1, 48\)"):
-        module(jnp.zeros((3, 1, FEATURES)), cache, allocator, slots, query_starts=jnp.arange(4))
-    with pytest.raises(ValueError, match=r"a cache must be a KVCache, .*; got a tuple"):
-        module(jnp.zeros((3, 1, FEATURES)), CacheLayer((cache, cache), 0), allocator, slots)
+    step = AttentionStep.create(allocator, slots)
+    packed = AttentionStep.create(allocator, jnp.zeros(5, jnp.int32), query_starts=jnp.arange(4))
     other = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=1, head_dim=HEAD_DIM, dtype="float32")
-    with pytest.raises(ValueError, match=r"must be \[blocks, block_size, 2, 16\].*got k.shape=\(4, 4, 1, 16\)"):
-        module(jnp.zeros((3, 1, FEATURES)), other, allocator, slots)
+    x = jnp.zeros((3, 1, FEATURES))
+    for call in (module, apply):
+        with pytest.raises(
+            ValueError, match=r"x must be \[3, 1, 'features'\], the tokens of the step; got .*\(3, 48\)"
+        ):
+            call(x[:, 0], cache, step)
+        with pytest.raises(ValueError, match=r"x must be \[5, 'features'\], the tokens .*; got x.shape=\(3, 1, 48\)"):
+            call(x, cache, packed)
+        with pytest.raises(ValueError, match=r"a module takes \(x, cache, step\), .*; got BlockAllocator"):
+            call(x, cache, allocator)
+        with pytest.raises(ValueError, match=r"a cache must be a KVCache, .*; got a tuple"):
+            call(x, CacheLayer((cache, cache), 0), step)
+        with pytest.raises(ValueError, match=r"must be \[blocks, block_size, 2, 16\].*got k.shape=\(4, 4, 1, 16\)"):
+            call(x, other, step)
 
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(32, 8), (8, BLOCK_SIZE)])
@@ -289,8 +327,9 @@ def test_attend_refuses_a_cache_with_other_blocks_than_the_allocator(num_layers,
     sizes = dict(num_blocks=num_blocks, block_size=block_size, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
     cache, (_, allocator) = KVCache.create(**sizes, num_layers=num_layers), fresh()
     message = rf"got a cache with {num_blocks=}, {block_size=}, and allocator.num_blocks=16, allocator.block_size=4"
+    step = AttentionStep.create(allocator, jnp.zeros(3, jnp.int32))
     with pytest.raises(ValueError, match=message):
-        attend(jnp.zeros((3, HEADS, HEAD_DIM)), CacheLayer(cache, 0) if num_layers else cache, allocator)
+        step.attend(jnp.zeros((3, HEADS, HEAD_DIM)), None, None, CacheLayer(cache, 0) if num_layers else cache)
 
 
 def test_the_number_of_partitions_reaches_the_attention():
@@ -299,17 +338,25 @@ def test_the_number_of_partitions_reaches_the_attention():
     allocator, slots, _ = allocator.append(jnp.ones(len(LENGTHS), jnp.int32))
     for call in (module, apply):
         with pytest.raises(ValueError, match=r"num_partitions must be .*; got num_partitions=0"):
-            call(jnp.zeros((len(LENGTHS), 1, FEATURES)), cache, allocator, slots)
+            call(jnp.zeros((len(LENGTHS), 1, FEATURES)), cache, AttentionStep.create(allocator, slots))
 
 
-def test_a_plan_reaches_the_attention():
-    module, apply = make({})
+def test_a_plan_reaches_the_attention(monkeypatch):
+    """Unless the module has a window or a number of partitions: the plan of a step is for neither."""
+    plans, original = [], attend.planned_attention
+    monkeypatch.setattr(
+        attend,
+        "planned_attention",
+        lambda *args, plan, **how: (plans.append(plan), original(*args, plan=plan, **how))[1],
+    )
     cache, allocator = fresh()
     allocator, slots, _ = allocator.append(jnp.ones(len(LENGTHS), jnp.int32))
-    plan = jaxpaged.plan_partitions(allocator.lengths[1:], num_kv_heads=KV_HEADS)
-    for call in (module, apply):
-        with pytest.raises(ValueError, match="plan must be one for seqs=3 as in q"):
-            call(jnp.zeros((len(LENGTHS), 1, FEATURES)), cache, allocator, slots, plan=plan)
+    step = AttentionStep.create(allocator, slots)
+    step = dataclasses.replace(step, plan=make_plan(allocator.lengths, num_kv_heads=KV_HEADS))
+    for options, follows in (({}, True), (dict(sliding_window=3), False), (dict(num_partitions=2), False)):
+        for call in make(options):
+            call(jnp.zeros((len(LENGTHS), 1, FEATURES)), cache, step)
+            assert (plans.pop() is step.plan) == follows
 
 
 def test_rotary_frequencies_of_an_odd_head_dim():

@@ -19,9 +19,10 @@ from jax.sharding import PartitionSpec as P
 import jaxpaged
 import jaxpaged.linen
 import jaxpaged.nnx
-from jaxpaged import AttentionSettings, BlockAllocator, CacheLayer, KVCache, LatentSettings, attend, write_kv
+from jaxpaged import AttentionSettings, AttentionStep, BlockAllocator, CacheLayer, KVCache, LatentSettings, write_kv
+from jaxpaged._attention.plan import make_plan
+from jaxpaged._attention.shared_prefix import PrefixGroups
 from jaxpaged._cache.kv_cache import map_blocks
-from jaxpaged._modules import find_positions
 
 BLOCKS = dict(num_blocks=24, block_size=4)
 HEADS, KV_HEADS, HEAD_DIM, FEATURES = 4, 2, 8, 64
@@ -44,44 +45,61 @@ class Case:
     can_be_packed: bool = True
 
 
-def function(
-    attention: Callable[..., jax.Array] = attend, *, rotary: Any = None, plan=False, tree=False, groups=False, **options
-):
-    """The functions of the library, on q, k and v in x."""
+def make_step(allocator, slots, *, count, query_starts=None, plan=False, tree=False, groups=False) -> AttentionStep:
+    mask = None
+    if tree:
+        padding = slots.shape[1] - count
+        parents = jnp.asarray([*range(-1, padding - 1), *(padding + parent for parent in PARENTS)])
+        mask = jnp.tile(jaxpaged.tree_mask(parents), (slots.shape[0], 1, 1))
+    prefix_groups = find_groups(allocator, slots, query_starts) if groups else None
+    step = AttentionStep.create(
+        allocator, slots, query_starts=query_starts, tree_mask=mask, prefix_groups=prefix_groups
+    )
+    if not plan:
+        return step
+    return dataclasses.replace(step, plan=make_plan(allocator.lengths, num_kv_heads=KV_HEADS, q_len=slots.shape[1]))
 
-    def call(x, cache, allocator, slots, *, count, query_starts=None):
-        q, k, v = (part.reshape(*part.shape[:-1], -1, HEAD_DIM) for part in jnp.split(x, [32, 48], axis=-1))
-        if rotary is None:
-            cache = write_kv(cache, k, v, slots)
-        else:
-            at = find_positions(allocator, slots, query_starts)
-            cache, q = jaxpaged.rotate_and_write_kv(cache, q, k, v, slots, at, **rotary)
-        own = dict(options)
-        if query_starts is not None:
-            own["query_starts"] = query_starts
-        if groups:
-            own["prefix_groups"] = find_groups(allocator, slots, query_starts)
-        if plan:
-            own["plan"] = jaxpaged.plan_partitions(allocator.lengths, num_kv_heads=KV_HEADS, q_len=slots.shape[1])
-        if tree:
-            padding = slots.shape[1] - count
-            parents = jnp.asarray([*range(-1, padding - 1), *(padding + parent for parent in PARENTS)])
-            own["tree_mask"] = jnp.tile(jaxpaged.tree_mask(parents), (slots.shape[0], 1, 1))
-        return cache, attention(q, cache, allocator, **own)
+
+def find_groups(allocator, slots, query_starts) -> PrefixGroups:
+    return allocator.prefix_groups(slots.shape[-1], query_starts=query_starts)
+
+
+def split(x):
+    return (part.reshape(*part.shape[:-1], -1, HEAD_DIM) for part in jnp.split(x, [32, 48], axis=-1))
+
+
+def attend(*, plan=False, tree=False, groups=False, **options) -> Call:
+    """`AttentionStep.attend`, on q, k and v in x."""
+
+    def call(x, cache, allocator, slots, **tokens):
+        step = make_step(allocator, slots, **tokens, plan=plan, tree=tree, groups=groups)
+        return step.attend(*split(x), cache, **options)
 
     return call
 
 
-def find_groups(allocator: BlockAllocator, slots: jax.Array, query_starts: jax.Array | None) -> Any:
-    return allocator.prefix_groups(slots.shape[-1], query_starts=query_starts)
+def rotated(**rotary) -> Call:
+    """Written by `rotate_and_write_kv`, before a step that only reads."""
+
+    def call(x, cache, allocator, slots, **tokens):
+        step = make_step(allocator, slots, **tokens)
+        cache, q = jaxpaged.rotate_and_write_kv(cache, *split(x), slots, step.positions, **rotary)
+        return step.attend(q, None, None, cache)
+
+    return call
 
 
-def of_pool(attention: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of tables and lengths, called as `attend` is."""
+def of_pool(attention: Callable[..., Any], *, groups=False, **options) -> Call:
+    """A function of tables and lengths."""
 
-    def call(q, cache, allocator, **options):
+    def call(x, cache, allocator, slots, *, count, query_starts=None):
+        q, k, v = split(x)
+        cache = write_kv(cache, k, v, slots)
         arrays = q, cache.k, cache.v, allocator.block_tables, allocator.lengths
-        return attention(*arrays, k_scale=cache.k_scale, v_scale=cache.v_scale, **options)
+        own = dict(options, k_scale=cache.k_scale, v_scale=cache.v_scale)
+        if groups:
+            own["prefix_groups"] = find_groups(allocator, slots, query_starts)
+        return cache, attention(*arrays, **own, **({} if query_starts is None else dict(query_starts=query_starts)))
 
     return call
 
@@ -91,7 +109,7 @@ def on_two_devices(*arrays, count):
 
     def device(x, cache, allocator, slots):
         own_slots = jaxpaged.context_parallel_slots(slots, block_size=2, axis_name="x")
-        own_part = function(lambda *args: of_pool(attention)(*args)[0])
+        own_part = of_pool(lambda *args, **options: attention(*args, **options)[0])
         return own_part(x, cache, allocator, own_slots, count=count)
 
     mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
@@ -108,16 +126,15 @@ def in_a_stack(call: Call) -> Call:
     return in_layer
 
 
-def module(settings: AttentionSettings | LatentSettings, package: Any = jaxpaged.nnx, *, groups=False) -> Call:
+def module(settings: AttentionSettings | LatentSettings, package: Any = jaxpaged.nnx, **kinds) -> Call:
     name = "LatentAttention" if isinstance(settings, LatentSettings) else "PagedAttention"
 
-    def call(x, cache, allocator, slots, *, count, query_starts=None):
+    def call(x, cache, allocator, slots, **tokens):
         layer = getattr(jaxpaged.nnx, name)(FEATURES, settings, rngs=nnx.Rngs(0))
         if package is jaxpaged.linen:
             variables = {"params": nnx.to_pure_dict(nnx.state(layer, nnx.Param))}
             layer = functools.partial(getattr(package, name)(settings).apply, variables)
-        options = dict(prefix_groups=find_groups(allocator, slots, query_starts)) if groups else {}
-        return layer(x, cache, allocator, slots, query_starts=query_starts, **options)
+        return layer(x, cache, make_step(allocator, slots, **tokens, **kinds))
 
     return call
 
@@ -139,21 +156,24 @@ PER_HEAD = jnp.asarray([0.1, 0.2, 0.4, 0.8])
 INTERLEAVED = dict(frequencies=FREQUENCIES, interleaved=True)
 MODEL = dict(rotary_frequencies=None, rotary=lambda x, at: x + at[..., None, None].astype(x.dtype))
 CASES = {
-    "attend": Case(function()),
-    "options": Case(function(logits_soft_cap=2.0, sinks=PER_HEAD, alibi_slopes=PER_HEAD, num_partitions=2)),
-    "window": Case(function(sliding_window=3)),
-    "group with a window": Case(function(sliding_window=3), window=3),
-    "shared prefix": Case(function(groups=True)),
-    "plan": Case(function(plan=True), can_be_packed=False),
-    "tree": Case(function(tree=True), can_be_packed=False),
-    "layer, int8": Case(in_a_stack(function()), INT8),
-    "int8, scales of heads": Case(function(), INT8 | SCALES),
-    "float8": Case(function(), FLOAT8),
-    "paged_attention": Case(function(of_pool(jaxpaged.paged_attention))),
-    "paged_attention_reference": Case(function(of_pool(jaxpaged.paged_attention_reference))),
+    "attend": Case(attend()),
+    "options": Case(attend(logits_soft_cap=2.0, sinks=PER_HEAD, alibi_slopes=PER_HEAD, num_partitions=2)),
+    "window": Case(attend(sliding_window=3)),
+    "group with a window": Case(attend(sliding_window=3), window=3),
+    "prefix groups": Case(attend(groups=True)),
+    "plan": Case(attend(plan=True), can_be_packed=False),
+    "tree": Case(attend(tree=True), can_be_packed=False),
+    "layer, int8": Case(in_a_stack(attend()), INT8),
+    "int8, scales of heads": Case(attend(), INT8 | SCALES),
+    "float8": Case(attend(), FLOAT8),
+    "rotation": Case(attend(rotary_frequencies=FREQUENCIES)),
+    "rotation of neighbours, int8": Case(attend(rotary_frequencies=FREQUENCIES, interleaved=True), INT8),
+    "paged_attention": Case(of_pool(jaxpaged.paged_attention)),
+    "paged_attention, prefix groups": Case(of_pool(jaxpaged.paged_attention, groups=True)),
+    "paged_attention_reference": Case(of_pool(jaxpaged.paged_attention_reference)),
     "context_parallel_attention": Case(on_two_devices, can_be_packed=False),
-    "rotate_and_write_kv": Case(function(rotary=dict(frequencies=FREQUENCIES))),
-    "rotate_and_write_kv, interleaved, int8": Case(function(rotary=INTERLEAVED), INT8),
+    "rotate_and_write_kv": Case(rotated(frequencies=FREQUENCIES)),
+    "rotate_and_write_kv, interleaved, int8": Case(rotated(**INTERLEAVED), INT8),
     "nnx.PagedAttention": Case(module(paged())),
     "nnx.PagedAttention, model's rotation, int8": Case(module(paged(**MODEL, norm_epsilon=1e-6)), INT8),
     "nnx.PagedAttention, group with a window": Case(module(paged(sliding_window=3)), window=3),
@@ -164,7 +184,7 @@ CASES = {
     "nnx.LatentAttention, layer, rotary numbers in two": Case(
         in_a_stack(module(latent())), LATENT | INT8 | dict(head_dim=24)
     ),
-    "nnx.LatentAttention, shared prefix": Case(module(latent(), groups=True), LATENT),
+    "nnx.LatentAttention, prefix groups": Case(module(latent(), groups=True), LATENT),
     "nnx.LatentAttention, group with a window": Case(module(latent(sliding_window=3)), LATENT, window=3),
 }
 

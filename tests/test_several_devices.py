@@ -20,23 +20,22 @@ import jaxpaged.linen
 import jaxpaged.nnx
 from jaxpaged import (
     AttentionSettings,
+    AttentionStep,
     BlockAllocator,
     CacheLayer,
     KVCache,
     _device,
-    attend,
     context_parallel_attention,
     context_parallel_slots,
     copy_blocks,
     gather_kv,
     paged_attention,
-    plan_partitions,
     rotary_frequencies,
     rotate_and_write_kv,
     scatter_kv,
     write_kv,
 )
-from jaxpaged._attention import xla
+from jaxpaged._attention import attend, xla
 from jaxpaged._by_kernel import by_kernel
 from tests.cases import find_groups, make_case
 from tests.compiled import collectives
@@ -104,13 +103,42 @@ def test_other_shardings_are_refused(specs):
         paged_attention(*put(CASE.arrays, specs, make_mesh(2)), **CASE.options)
 
 
-def test_a_plan_is_for_sequences_on_every_device():
-    q, k_cache, v_cache, tables, lengths = put(CASE.arrays, OVER_SEQS, make_mesh(2))
-    plan = plan_partitions(CASE.lengths, num_kv_heads=4)
-    with pytest.raises(ValueError, match=r"a plan is for .* got q sharded as P\('devices', .* inside jax\.shard_map"):
-        paged_attention(q, k_cache, v_cache, tables, lengths, plan=plan)
-    with pytest.raises(ValueError, match=r"lengths must be the same on every device; got .* jax\.sharding\.reshard"):
-        plan_partitions(lengths, num_kv_heads=4)
+def test_a_plan_is_for_sequences_on_every_device(on_an_h100, monkeypatch):
+    """A step of sharded sequences makes none, and a call whose queries or KV heads are sharded makes its own."""
+    plans, original = [], attend.planned_attention
+    monkeypatch.setattr(
+        attend,
+        "planned_attention",
+        lambda *args, plan, **how: (plans.append(plan), original(*args, plan=plan, **how))[1],
+    )
+    sizes = dict(num_blocks=50_000, block_size=16, num_seqs=4, max_blocks_per_seq=10_000)
+    allocator = jax.eval_shape(lambda: BlockAllocator.create(**sizes))
+    cache = jax.eval_shape(
+        lambda: KVCache.create(num_blocks=50_000, block_size=16, num_kv_heads=4, head_dim=64, dtype="float32")
+    )
+    q, slots = jax.ShapeDtypeStruct((4, 8, 64), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.int32)
+
+    def plan_of_step_and_of_call(q_spec, pool_spec, seqs_spec):
+        mesh = make_mesh(2)
+
+        def on(spec, tree):
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), tree
+            )
+
+        def read(q, lengths, allocator, slots, cache):
+            allocator = dataclasses.replace(allocator, lengths=lengths)
+            step = AttentionStep.create(allocator, slots, num_kv_heads=4)
+            step.attend(q, None, None, cache, implementation="xla")
+            return step.plan
+
+        rest = on(P(), allocator), on(P(), slots), on(pool_spec, cache)
+        plan = jax.eval_shape(read, on(q_spec, q), on(seqs_spec, allocator.lengths), *rest)
+        return plan is not None, plans.pop() is not None
+
+    assert plan_of_step_and_of_call(P(), P(), P()) == (True, True)
+    assert plan_of_step_and_of_call(P("devices"), P(), P("devices")) == (False, False)
+    assert plan_of_step_and_of_call(P(None, "devices"), POOL, P()) == (True, False)
 
 
 def test_prefix_groups_are_the_same_on_every_device():
@@ -209,8 +237,8 @@ def test_a_layer_of_a_stack_on_an_explicit_mesh():
 
     def step(stack, allocator):
         allocator, slots, _ = allocator.append(jnp.ones(2, jnp.int32))
-        layer = write_kv(CacheLayer(stack, 1), x, x, slots[:, 0])
-        return layer.stack, attend(x, layer, allocator)
+        layer, out = AttentionStep.create(allocator, slots[:, 0]).attend(x, x, x, CacheLayer(stack, 1))
+        return layer.stack, out
 
     stack, allocator = (
         new_cache(num_layers=3),
@@ -249,9 +277,9 @@ def context_parallel(function, num_devices):
 
 
 def check_context_parallel(case, num_devices):
-    attend = context_parallel(functools.partial(context_parallel_attention, **case.options), num_devices)
+    attention = context_parallel(functools.partial(context_parallel_attention, **case.options), num_devices)
     arrays = put(case.arrays, (P(), P(None, "devices"), P(None, "devices"), P(), P()), make_mesh(num_devices))
-    compiled = attend.lower(*arrays).compile()
+    compiled = attention.lower(*arrays).compile()
     assert collectives(compiled.as_text()) == ["all-gather"]
     ours, theirs = compiled(*arrays), paged_attention(*case.arrays, **case.options, return_lse=True)
     for left, right in zip(ours, theirs, strict=True):
@@ -358,7 +386,7 @@ PARAMETERS = {
 def module_inputs():
     allocator = BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=2, max_blocks_per_seq=2)
     allocator, slots, _ = allocator.append(jnp.array([3, 1]), q_len=3)
-    return jax.random.normal(jax.random.key(0), (2, 3, FEATURES)), new_cache(), allocator, slots
+    return jax.random.normal(jax.random.key(0), (2, 3, FEATURES)), new_cache(), AttentionStep.create(allocator, slots)
 
 
 @jax.jit

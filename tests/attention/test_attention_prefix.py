@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import paged_attention, plan_partitions, tree_mask
+from jaxpaged import paged_attention, tree_mask
 from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._attention import run, shared_prefix, xla
+from jaxpaged._attention.plan import make_plan
+from jaxpaged._attention.public import planned_attention
 from jaxpaged._attention.runs import cut_uniform, join_uniform
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, find_groups, make_case, within_budget
 from tests.kernels.interpret import make_call
@@ -109,8 +111,8 @@ def test_groups_beyond_what_sequences_have():
 def test_a_plan():
     case = shared_case()
     groups = find_groups(case)
-    plan = plan_partitions(case.lengths - 16 * groups.num_blocks, num_kv_heads=2)
-    assert_within_budget(case, paged_attention(*case.arrays, prefix_groups=groups, plan=plan))
+    plan = make_plan(case.lengths - 16 * groups.num_blocks, num_kv_heads=2)
+    assert_within_budget(case, planned_attention(*case.arrays, prefix_groups=groups, plan=plan))
 
 
 def test_packed_groups():

@@ -112,8 +112,7 @@ def test_a_cache_and_an_allocator(num_layers):
     allocator, slots, _ = allocator.append(jnp.asarray([6]), q_len=6)
     k = jax.random.normal(jax.random.key(0), (1, 6, 1, 48))
     q = jax.random.normal(jax.random.key(1), (1, 6, 3, 48))
-    cache = jaxpaged.write_kv(cache, k, None, slots)
-    out = jaxpaged.attend(q, cache, allocator, scale=0.3)
+    cache, out = jaxpaged.AttentionStep.create(allocator, slots).attend(q, k, None, cache, scale=0.3)
     expected = jax.nn.dot_product_attention(
         q, jnp.tile(k, (1, 1, 3, 1)), jnp.tile(k, (1, 1, 3, 1)), scale=0.3, is_causal=True
     )

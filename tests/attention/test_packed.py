@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from jaxpaged import (
+    AttentionStep,
     BlockAllocator,
     KVCache,
-    attend,
     explain,
     paged_attention,
     paged_attention_reference,
-    write_kv,
 )
 from jaxpaged._attention import xla
 from jaxpaged._attention.call import check_call
@@ -199,16 +198,18 @@ def test_a_step_of_prompts_chunks_and_decode_rows_through_the_cache():
     allocator, _, _ = allocator.append(jnp.asarray(counts, jnp.int32), q_len=9)
     seqs = jnp.asarray(np.repeat(np.arange(4), counts), jnp.int32)
     positions = jnp.asarray(np.concatenate([np.arange(n) for n in counts]), jnp.int32)
-    cache = write_kv(cache, k, v, allocator.slots(seqs, positions))
     starts = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
-    out = attend(q, cache, allocator, query_starts=starts)
+    step = AttentionStep.create(allocator, allocator.slots(seqs, positions), query_starts=starts)
+    assert (step.positions == positions).all()
+    cache, out = step.attend(q, k, v, cache)
     for s, count in enumerate(counts):
         rows = slice(int(starts[s]), int(starts[s]) + count)
         if count:
             alone = dataclasses.replace(
                 allocator, block_tables=allocator.block_tables[s : s + 1], lengths=allocator.lengths[s : s + 1]
             )
-            np.testing.assert_allclose(out[rows], attend(q[None, rows], cache, alone)[0], atol=1e-6)
+            own = AttentionStep.create(alone, step.slots[None, rows])
+            np.testing.assert_allclose(out[rows], own.attend(q[None, rows], None, None, cache)[1][0], atol=1e-6)
 
 
 @pytest.mark.parametrize(

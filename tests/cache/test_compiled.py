@@ -5,11 +5,10 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpaged import (
+    AttentionStep,
     CacheLayer,
     KVCache,
-    attend,
     paged_attention,
-    write_kv,
 )
 from jaxpaged._attention import xla_tiles
 from tests.compiled import (
@@ -60,11 +59,12 @@ def test_a_scan_over_a_stack_copies_no_cache():
 
     def step(stack, allocator, q, k, v):
         allocator, slots, _ = allocator.append(jnp.ones(SEQS, jnp.int32))
+        step = AttentionStep.create(allocator, slots[:, 0])
 
         def layer(carry, i):
             stack, q = carry
-            cache = write_kv(CacheLayer(stack, i), k, v, slots[:, 0])
-            return (cache.stack, attend(q, cache, allocator)), None
+            layer, out = step.attend(q, k, v, CacheLayer(stack, i))
+            return (layer.stack, out), None
 
         (stack, out), _ = jax.lax.scan(layer, (stack, q), jnp.arange(layers))
         return stack, allocator, out

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged import explain, plan_partitions, tree_mask
-from jaxpaged._attention.choose import Choice
+from jaxpaged import explain, tree_mask
+from jaxpaged._attention.choose import Choice, Known, choose
 from jaxpaged._attention.run import run
 from pallas_kernels.decode import partition_plan
 from pallas_kernels.decode.config import Config
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, within_budget
-from tests.kernels.interpret import make_call, races_found
+from tests.kernels.interpret import A100, make_call, races_found
 from tests.kernels.lowering import OPTIONS as ALL_OPTIONS
 from tests.kernels.lowering import mosaic_for, traced_decode
 
@@ -88,8 +88,9 @@ def test_on_other_gpus_than_hopper():
     how = dict(case.options, gpu="A100")
     assert explain(*case.arrays, **how).kernel == "paged_decode"
     assert explain(*case.arrays, **how, query_starts=jnp.asarray([0, 0, 1, 3], jnp.int32)).kernel == "portable_prefill"
-    planned = explain(*case.arrays, **how, plan=plan_partitions(case.lengths, num_kv_heads=1))
-    assert (planned.kernel, planned.num_partitions) == ("paged_decode", "plan")
+    planned = choose(make_call(case), A100, Known(total_partitions=5))
+    assert planned.kernel == "paged_decode"
+    assert planned.at_once is not None  # it follows the plan
     tree = tree_mask(jnp.full((3, 2), -1, jnp.int32))
     assert explain(*make(q_len=2).arrays, gpu="A100", tree_mask=tree).kernel == "paged_decode"
 

@@ -10,9 +10,10 @@ import pytest
 from jax import export
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged import _device, explain, paged_attention, plan_partitions
-from jaxpaged._attention.choose import by_decode, choose
-from jaxpaged._attention.plan import follows
+from jaxpaged import _device, explain, paged_attention
+from jaxpaged._attention.choose import Known, by_decode, choose
+from jaxpaged._attention.plan import follows, make_plan, plan_step
+from jaxpaged._attention.public import planned_attention
 from jaxpaged._attention.run import run
 from pallas_kernels.decode import partition_plan
 from tests.cases import OPTIONS, assert_within_budget, make_case, within_budget
@@ -136,11 +137,11 @@ def test_a_plan_is_made_once_and_passed_to_a_scan(monkeypatch):
     q, *cache = case.arrays
 
     def layers(q, is_made_before, *rest):
-        before = plan_partitions(rest[-1], num_kv_heads=2)
+        before = make_plan(rest[-1], num_kv_heads=2)
 
         def layer(q, _):
-            plan = before if is_made_before else plan_partitions(rest[-1], num_kv_heads=2)
-            return paged_attention(q, *rest, plan=plan, implementation="mosaic_gpu"), None
+            plan = before if is_made_before else make_plan(rest[-1], num_kv_heads=2)
+            return planned_attention(q, *rest, plan=plan, implementation="mosaic_gpu"), None
 
         return jax.lax.scan(layer, q, length=3)[0]
 
@@ -237,13 +238,14 @@ def test_long_calls_get_a_plan():
 
 
 @pytest.mark.parametrize("q_len", [None, 2])
-def test_the_plan_of_a_call_is_the_public_one(monkeypatch, q_len):
+def test_the_plan_of_a_call_is_that_of_a_step(monkeypatch, q_len):
     monkeypatch.setattr(_device, "gpu", lambda: H100)
     case = make_case(lengths=(200, 180, 190), max_blocks=4225, q_len=q_len, dtype=BF16)
-    public = plan_partitions(case.lengths, num_kv_heads=2, q_len=q_len or 1)
-    at_once = choose(make_call(case), H100).at_once
-    plan = partition_plan.default(case.lengths, None, q_len=q_len or 1, at_once=at_once)
-    assert (plan.partitions == public.partitions).all()
+    how = dict(num_kv_heads=2, q_len=q_len or 1)
+    of_step = plan_step(case.lengths, **how, capacity=4225 * 16)
+    plan = partition_plan.default(case.lengths, None, q_len=q_len or 1, at_once=choose(make_call(case), H100).at_once)
+    assert (plan.partitions == of_step.partitions).all()
+    assert plan_step(case.lengths, **how, capacity=4224 * 16) is None
 
 
 @pytest.mark.parametrize("kind", [{}, dict(cache_dtype=jnp.float8_e4m3fn), dict(q_len=8, heads=8)])
@@ -275,7 +277,10 @@ def test_what_follows_no_plan():
 def test_one_sequence_gets_no_plan():
     case = make_case(lengths=(500,), max_blocks=1000, dtype=BF16)
     assert not is_planned(case)
-    assert not is_planned(case, plan=plan_partitions(case.lengths, num_kv_heads=2))
+    known = Known(total_partitions=make_plan(case.lengths, num_kv_heads=2).total_partitions)
+    assert choose(make_call(case), H100, known).at_once is None
+    two = make_call(make_case(lengths=(500, 3), max_blocks=32, dtype=BF16))
+    assert choose(two, H100, known).at_once is not None
 
 
 @pytest.mark.parametrize("lengths", [(0, 100_000), (2**31 - 1, 3), (2**31 - 64,) * 100, (1, 2, 3)])
@@ -287,26 +292,12 @@ def test_no_length_and_no_window_breaks_a_plan(lengths, window, q_len):
     assert (partitions[:, 0] < len(lengths)).all()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (dict(lengths=jnp.zeros(0, jnp.int32)), r"lengths must be \[seqs\], of one sequence at least; got"),
-        (dict(lengths=jnp.ones(2)), r"lengths must be int32; got lengths.dtype=float32"),
-        (dict(sliding_window=0), r"sliding_window must be positive; got sliding_window=0"),
-        (dict(num_kv_heads=0), r"num_kv_heads must be at least 1; got num_kv_heads=0"),
-    ],
-)
-def test_plan_errors(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        plan_partitions(**(dict(lengths=jnp.array([1, 2]), num_kv_heads=2) | arguments))
-
-
 def test_a_step_that_takes_a_plan_is_exported():
     def attend(q, *rest):
         *arrays, plan = rest
-        return paged_attention(q, *arrays, plan=plan)
+        return planned_attention(q, *arrays, plan=plan)
 
     case = make_case(lengths=(30, 3), max_blocks=4)
-    plan = plan_partitions(case.lengths, num_kv_heads=case.k_cache.shape[2])
+    plan = make_plan(case.lengths, num_kv_heads=case.k_cache.shape[2])
     step = export.deserialize(export.export(jax.jit(attend))(*case.arrays, plan).serialize())
     assert (step.call(*case.arrays, plan) == paged_attention(*case.arrays)).all()

@@ -358,7 +358,7 @@ def test_copies_that_fail_lose_no_token(engine, monkeypatch, name):
 
 def test_what_a_host_tier_needs():
     options = dict(num_blocks=9, host_cache_bytes=10**6)
-    needs = "pass prefix_cache=True, a max_length of at least 4, and no windows; got max_model_len="
+    needs = "pass prefix_cache=True, a max_model_len of at least 4, and no windows; got max_model_len="
     for more, message in (
         (dict(), needs),
         (dict(prefix_cache=True, max_model_len=BLOCK_SIZE - 1), needs + "3"),

@@ -212,7 +212,7 @@ def _check_shapes(
     if k_cache.ndim != 4:
         raise ValueError(
             f"k_cache must be [blocks, block_size, kv_heads, head_dim]; got {k_cache.shape=}. "
-            "For a layer of a stack call jaxpaged.attend with jaxpaged.CacheLayer(stack, layer)."
+            "For a layer of a stack use AttentionStep.attend with jaxpaged.CacheLayer(stack, layer)."
         )
     if v_cache is not None and (k_cache.shape[:-1] != v_cache.shape[:-1] or 0 in v_cache.shape):
         raise ValueError(

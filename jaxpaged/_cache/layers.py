@@ -33,11 +33,11 @@ class CacheLayer:
         >>> stack = jaxpaged.KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64, num_layers=3)
         >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=1, max_blocks_per_seq=4)
         >>> allocator, slots, ok = allocator.append(jnp.array([1]))
-        >>> k = v = jnp.ones((1, 2, 64))
+        >>> step, k = jaxpaged.AttentionStep.create(allocator, slots[:, 0]), jnp.ones((1, 2, 64))
         >>> def layer(carry, index):
         ...     stack, q = carry
-        ...     cache = jaxpaged.write_kv(jaxpaged.CacheLayer(stack, index), k, v, slots[:, 0])
-        ...     return (cache.stack, jaxpaged.attend(q, cache, allocator)), None
+        ...     cache, out = step.attend(q, k, k, jaxpaged.CacheLayer(stack, index))
+        ...     return (cache.stack, out), None
         >>> (stack, out), _ = jax.lax.scan(layer, (stack, jnp.ones((1, 4, 64))), jnp.arange(3))
         >>> out.shape
         (1, 4, 64)

@@ -15,8 +15,9 @@ from jaxpaged._attention import launch, xla
 from jaxpaged._attention.choose import StaticHints, by_decode, choose
 from jaxpaged._attention.run import run
 from jaxpaged._attention.runs import cut_uniform
-from tests.cases import OPTIONS, make_case, within_budget
-from tests.kernels.interpret import H100, attend, check, make_call
+from jaxpaged._attention.shared_prefix import split
+from tests.cases import OPTIONS, find_groups, make_case, within_budget
+from tests.kernels.interpret import H100, attend, check, make_call, run_without_races
 
 pytestmark = pytest.mark.slow
 
@@ -176,6 +177,27 @@ def test_which_kernel_takes_a_shared_prefix(max_blocks, partitions, num_parts):
     assert explanation.num_partitions == partitions
     assert explanation.shared.kernel == "paged_prefill"
     assert (explanation.shared.config.causal, explanation.shared.num_partitions) == (False, num_parts)
+
+
+def test_the_prefill_kernel_takes_prefix_groups():
+    """Some share nothing, and sequences without a token are before and in them."""
+    case = make_case(lengths=(0, 20, 40, 45, 16, 33, 0, 70), heads=4, kv_heads=2, dtype=BF16)
+    tables = np.array(case.block_tables)
+    tables[3, :2], tables[5, :2] = tables[2, :2], tables[7, :2]
+    case = case.replace(block_tables=jnp.asarray(tables))
+    groups = find_groups(case)
+    assert groups.num_blocks.tolist() == [0, 0, 2, 2, 0, 2, 0, 2]
+    shared, rest, _ = split(make_call(case), groups)
+    choice = choose(shared, H100)
+    assert choice.kernel == "paged_prefill"
+    out, lse = run_without_races(choice, shared)
+    expected, expected_lse = xla.attend(shared, num_partitions=1)
+    np.testing.assert_allclose(out.astype(jnp.float32), expected.astype(jnp.float32), atol=1e-2)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-3)
+    unshared = jnp.array([0, 1, 4])
+    assert not out[unshared].any()
+    assert (lse[unshared] == -jnp.inf).all()
+    assert rest.lengths.tolist() == [0, 20, 8, 13, 16, 1, 0, 38]
 
 
 def test_a_shared_prefix_is_computed_in_runs_of_64_rows():

@@ -121,7 +121,7 @@ class Books:
         """The next slice is to forget the prefixes of these adapters; None: all prefixes."""
         self.forgets[slice(None) if adapters is None else [1 + adapter for adapter in adapters]] = True
 
-    def named(self, request_id: int | None, completion: int | None) -> list[CompletionState]:
+    def find(self, request_id: int | None, completion: int | None) -> list[CompletionState]:
         """The rows of a request, or of all; or only the one of this completion."""
         # After Ctrl-C in `take_outputs` an end that is not reported may be in the new outputs alone.
         if request_id is None:

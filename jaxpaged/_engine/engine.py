@@ -252,9 +252,9 @@ class Engine:
         self._runner.check_usable()
         if request_id is None and completion is not None:
             raise ValueError(f"pass the request_id of the completion; got {completion=} alone.")
-        named = self._books.named(request_id, completion)
-        self._books.end(named)
-        return bool(named)
+        rows = self._books.find(request_id, completion)
+        self._books.end(rows)
+        return bool(rows)
 
     def step(self) -> list[RequestOutput]:
         """Starts a slice, reads the one before it, and returns the requests from `add_request` that have new output.

@@ -99,7 +99,7 @@ def test_what_a_failed_slice_took_is_sent_again_in_order(books):
     sent = books.send(2)
     assert sent.forgets.all()
     assert not books.forgets.any()
-    books.end(books.named(ids[0], None))
+    books.end(books.find(ids[0], None))
     books.take_back()
     assert books.forgets.all()
     assert [row.request_id for row in books.queue] == [ids[1], ids[2]]
@@ -112,7 +112,7 @@ def test_a_slice_that_is_taken_back_keeps_order_and_later_aborts(books):
     books.send(1)
     take(books, [2])
     sent = books.send(2)
-    books.end(books.named(first, None))  # once the slice was sent
+    books.end(books.find(first, None))  # once the slice was sent
     assert (sent.aborts, [row.request_id for row in sent.rows]) == ([], others)
     books.take_back()
     again = books.send(2)
@@ -123,7 +123,7 @@ def test_slices_are_taken_back_from_the_last_on(books):
     ids = add(books, 3)
     books.send(1)
     take(books, [1])
-    books.end(books.named(ids[0], None))
+    books.end(books.find(ids[0], None))
     assert books.send(1).aborts == [1]
     books.send(1)
     for _ in range(2):
@@ -136,7 +136,7 @@ def test_slices_are_taken_back_from_the_last_on(books):
 def test_an_abort_of_a_row_under_way_is_sent_once_its_place_is_known(books):
     (request,) = add(books, 1)
     books.send(1)
-    books.end(books.named(request, None))
+    books.end(books.find(request, None))
     assert books.send(1).aborts == []
     take(books, [1])
     assert books.send(1).aborts == [1]
@@ -146,7 +146,7 @@ def test_an_abort_of_a_row_under_way_is_sent_once_its_place_is_known(books):
 def test_an_abort_is_not_sent_to_a_place_that_is_free_again(books):
     (request,) = add(books, 1)
     books.send(1)
-    books.end(books.named(request, None))
+    books.end(books.find(request, None))
     take(books, [1], [(1, 4)], finished=[1])
     assert books.send(1).aborts == []
 
@@ -154,10 +154,10 @@ def test_an_abort_is_not_sent_to_a_place_that_is_free_again(books):
 def test_one_completion_is_named(books):
     (request,) = add(books, 1, n=3, temperature=1.0)
     other = add(books, 1)[0]
-    assert [row is books.requests[request][1] for row in books.named(request, 1)] == [True]
-    assert len(books.named(request, None)) == 3
-    assert len(books.named(None, None)) == 4
-    assert books.named(other + 1, None) == []
+    assert [row is books.requests[request][1] for row in books.find(request, 1)] == [True]
+    assert len(books.find(request, None)) == 3
+    assert len(books.find(None, None)) == 4
+    assert books.find(other + 1, None) == []
 
 
 def test_an_end_that_ctrl_c_kept_from_being_told_is_known_still(books, monkeypatch):
@@ -174,10 +174,10 @@ def test_an_end_that_ctrl_c_kept_from_being_told_is_known_still(books, monkeypat
     monkeypatch.setattr(books_module, "make_output", make_until)
     with pytest.raises(KeyboardInterrupt):
         books.take_outputs()
-    assert [len(books.named(request, None)) for request in ids] == [1, 1]
-    assert len(books.named(None, None)) == 2
+    assert [len(books.find(request, None)) for request in ids] == [1, 1]
+    assert len(books.find(None, None)) == 2
     assert [request for request, _ in take_tokens(books)] == ids
-    assert [books.named(request, None) for request in (*ids, None)] == [[], [], []]
+    assert [books.find(request, None) for request in (*ids, None)] == [[], [], []]
 
 
 def test_of_dropped_requests_nothing_is_told(books):

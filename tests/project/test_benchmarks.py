@@ -283,7 +283,7 @@ def test_no_check_takes_what_another_way_left_in_memory(check, monkeypatch):
 def test_whoever_compares_poisons():
     """A benchmark that compares results also calls on poisoned memory, and compares by no rule of its own."""
     texts = [path.read_text() for path in (harness.ROOT / "benchmarks").rglob("*.py") if path.name != "checks.py"]
-    assert sum("worst_error(" in text for text in texts) > 5
+    assert sum("worst_error(" in text for text in texts) > 3
     for text in texts:
         assert "worst_error(" not in text or "poisoned(" in text
         assert not re.search(r"AssertionError\(f?\"wrong", text)

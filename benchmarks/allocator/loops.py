@@ -46,11 +46,6 @@ class LoopState:
 Body = Callable[[jax.Array, LoopState], LoopState]
 
 
-def nothing(i: jax.Array, state: LoopState) -> LoopState:
-    """For what the loop itself costs."""
-    return dataclasses.replace(state, result=state.result + i)
-
-
 def append(i: jax.Array, state: LoopState) -> LoopState:
     """A token for every sequence: what a decode step does."""
     allocator, slots, ok = state.allocator.append(jnp.ones_like(state.result))
@@ -149,12 +144,6 @@ def run(state: LoopState, *, body: Body, num_steps: int = NUM_STEPS, unroll: int
         return lax.optimization_barrier(after)
 
     return lax.fori_loop(0, num_steps, step, state, unroll=unroll)
-
-
-@jax.jit
-def run_nothing(state: LoopState, num_steps: jax.Array) -> LoopState:
-    """A loop as in decoding, whose number of steps is unknown."""
-    return lax.fori_loop(0, num_steps, nothing, state)
 
 
 def check(name: str, before: LoopState, after: LoopState, num_steps: int) -> None:

@@ -1,8 +1,7 @@
 """What the allocator costs: `python -m benchmarks.allocator.operations`.
 
 Each operation in a loop inside one jit (loops.py says why it is unrolled), in microseconds of device time a step, by
-the slope between few and many dispatches. It is swept over the batch, the size of the pool, and the blocks held. An
-empty loop is measured too.
+the slope between few and many dispatches. It is swept over the batch, the size of the pool, and the blocks held.
 
 Every loop is checked before it is timed: invariants hold, no sequence is refused, and lengths are right. `--toy` runs
 everything at toy sizes. figures/allocator.py draws the operations.
@@ -14,8 +13,6 @@ import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
-
-import jax.numpy as jnp
 
 from benchmarks.allocator import loops
 from benchmarks.allocator.loops import BLOCK_SIZE, BODIES, NUM_STEPS, UNROLL, LoopState, Point
@@ -30,11 +27,6 @@ SWEEPS = {
     "held": [Point(256, 65_536, 256, n) for n in (288, 2048, 3680)],
 }
 TOY_POINT = Point(8, 512, 40, 288)
-TOY_SWEEPS = {
-    "batch": [dataclasses.replace(TOY_POINT, num_seqs=1), TOY_POINT],
-    "pool": [TOY_POINT],
-    "held": [TOY_POINT],
-}
 SECONDS = 0.2  # of timing a loop
 
 
@@ -53,15 +45,6 @@ def measure(name: str, point: Point, compiled: Any, state: LoopState, seconds: f
     microseconds = slope_microseconds(lambda _: compiled(state), NUM_STEPS, seconds)
     held = float(state.allocator.num_held) / (point.num_blocks - 1)
     return {"operation": name, **dataclasses.asdict(point), "held": held, "us": microseconds}
-
-
-def measure_loop_alone(point: Point, seconds: float) -> dict[str, float]:
-    """Microseconds of an iteration in which next to nothing happens: of a known number of them, and of an unknown."""
-    state, num_steps = loops.start(point), jnp.int32(NUM_STEPS)
-    return {
-        "known_us": slope_microseconds(lambda _: loops.run(state, body=loops.nothing, unroll=1), NUM_STEPS, seconds),
-        "unknown_us": slope_microseconds(lambda _: loops.run_nothing(state, num_steps), NUM_STEPS, seconds),
-    }
 
 
 def measure_loops(store: Store, operations: list[str], points: list[Point], seconds: float) -> None:
@@ -86,14 +69,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--operations", nargs="+", default=list(BODIES), choices=list(BODIES))
     add_output(parser)
     options = parser.parse_args(arguments)
-    sweeps, point = (TOY_SWEEPS, TOY_POINT) if options.toy else (SWEEPS, THE_POINT)
     store = open_store("allocator", options, num_steps=NUM_STEPS, unroll=UNROLL)
     print(f"{store.header['device']}, jax {store.header['jax']}", flush=True)
-    points = [point, *itertools.chain(*sweeps.values())]
+    points = [THE_POINT, *itertools.chain(*SWEEPS.values())]
+    if options.toy:
+        points = [TOY_POINT, dataclasses.replace(TOY_POINT, num_seqs=1)]
     seconds = 0.002 if options.toy else SECONDS
     measure_loops(store, options.operations, points, seconds)
-    store.add("loop", dataclasses.asdict(point) | measure_loop_alone(point, seconds))
-    print(f"loop: {store.points['loop']}")
 
 
 if __name__ == "__main__":

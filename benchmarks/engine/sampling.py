@@ -117,7 +117,6 @@ def measure(shape: tuple[int, int, str], options: argparse.Namespace, store: Any
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="so many of the shapes")
     parser.add_argument("--rotated", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=0.1, help="of a measurement")
     parser.add_argument("--toy", action="store_true")
@@ -126,7 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
     store = open_store("sampling", options)
     bandwidth = read_bandwidth()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {bandwidth / 1e9:.0f} GB/s")
-    for shape in TOY_SHAPES if options.toy else SHAPES[: options.shapes]:
+    for shape in TOY_SHAPES if options.toy else SHAPES:
         measure(shape, options, store, bandwidth)
 
 

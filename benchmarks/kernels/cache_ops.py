@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.checks import poisoned, require
 from benchmarks.harness import add_output, open_store, random, slope_microseconds
-from jaxpaged import KVCache, copy_blocks, gather_kv, rotary_frequencies, rotate_and_write_kv, widen_kv, write_kv
+from jaxpaged import KVCache, copy_blocks, gather_kv, widen_kv, write_kv
 
 KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
 Write = Callable[..., KVCache]
@@ -93,18 +93,12 @@ def block_bytes(cache: KVCache) -> int:
 # Writes
 
 
-def write_rotated(cache: KVCache, k: jax.Array, v: jax.Array, slots: jax.Array) -> KVCache:
-    new, _ = rotate_and_write_kv(cache, k, k, v, slots, slots, rotary_frequencies(HEAD_DIM))  # q is not needed
-    return new
-
-
-HEAD_SCALES = {"dtype": "float8_e4m3fn", "scale": "head", "k_scale": 0.02, "v_scale": 0.02}
+HEAD_SCALES = {"dtype": "float8_e4m3fn", "scale_per": "head", "k_scale": 0.02, "v_scale": 0.02}
 WRITES: dict[str, tuple[Write, dict[str, Any]]] = {
     "write_kv": (write_kv, {"dtype": "bfloat16"}),
-    "write_kv float8_e4m3fn, token_head": (write_kv, {"dtype": "float8_e4m3fn", "scale": "token_head"}),
+    "write_kv float8_e4m3fn, token_head": (write_kv, {"dtype": "float8_e4m3fn", "scale_per": "token_head"}),
     "write_kv float8_e4m3fn, head": (write_kv, HEAD_SCALES),
-    "write_kv int8, token_head": (write_kv, {"dtype": "int8", "scale": "token_head"}),
-    "rotary, write_kv float8_e4m3fn, head": (write_rotated, HEAD_SCALES),
+    "write_kv int8, token_head": (write_kv, {"dtype": "int8", "scale_per": "token_head"}),
 }
 
 
@@ -134,10 +128,6 @@ def check_write(write: Write, cache: KVCache, k: jax.Array, v: jax.Array, slots:
     written = widen_kv(poisoned(jax.jit(write), cache, k, v, slots))
     for pool, tokens in ((written.k, k), (written.v, v)):
         wide = tokens.astype(jnp.float32)
-        if write is write_rotated and pool is written.k:
-            frequencies = rotary_frequencies(HEAD_DIM)
-            _, turned = rotate_and_write_kv(cache, tokens, tokens, tokens, slots, slots, frequencies)
-            wide = turned.astype(jnp.float32)
         stored = pool.reshape(-1, KV_HEADS, HEAD_DIM)[slots]
         # Half a step of the dtype, and never more than the largest number's: 2^-4 of it, float8_e4m3fn.
         bound = 0.0 if cache.k_scale is None else 2**-4

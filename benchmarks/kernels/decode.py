@@ -199,7 +199,6 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", choices=tuple(SETS), default="grid", help="which points")
     parser.add_argument("--points", nargs="+", help="names of points, instead of a set")
-    parser.add_argument("--heads", nargs="+", help="only points with these, for example 32/8 64/8")
     parser.add_argument("--num-partitions", type=int, help="instead of the library's default")
     parser.add_argument("--implementation", choices=("mosaic_gpu", "xla"), default="mosaic_gpu")
     parser.add_argument("--peers", nargs="*", default=[], choices=tuple(peers.PEERS), help="if they are installed")
@@ -211,7 +210,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     options = parse_options(arguments)
     peer_names = [name for name in options.peers if peers.installed(name)]
-    names = [n for n in options.points or SETS[options.set] if not options.heads or n.split()[0] in options.heads]
+    names = options.points or SETS[options.set]
     store = open_store("decode" if options.set == "grid" else options.set, options)
     todo = [parse(name) for name in names if name not in store.points]
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, bfloat16, peers: {', '.join(peer_names) or 'none'}")

@@ -164,9 +164,9 @@ def try_case(family: Family, implementation: Any, args: tuple[jax.Array, jax.Arr
     options_of_ours = options | dict(num_partitions=family.num_partitions, implementation=implementation)
     out, lse = paged_attention(*arrays, return_lse=True, **options_of_ours)
     expected, expected_lse = paged_attention_reference(q, k_cache, v_cache, tables, lengths, return_lse=True, **options)
-    plain = plain_jnp(q, k_cache, v_cache, tables, lengths, dtype, options).astype(jnp.float32)
+    plain, _ = plain_jnp(q, k_cache, v_cache, tables, lengths, dtype, options)
     worst = jnp.abs(out.astype(jnp.float32) - expected).max(axis=-1)
-    budget = 2 * jnp.abs(plain - expected).max(axis=-1)
+    budget = 2 * jnp.abs(plain.astype(jnp.float32) - expected).max(axis=-1)
     budget += float(jnp.finfo(dtype).eps) / 2 * jnp.abs(expected).max(axis=-1) + 3e-6
     lse_good = (lse == expected_lse) | (jnp.abs(lse - expected_lse) <= LSE_TOLERANCE * (1 + jnp.abs(expected_lse)))
     return {

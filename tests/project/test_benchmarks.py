@@ -56,8 +56,8 @@ def test_the_allocators_benchmark_runs_and_keeps_its_results(short_loops, tmp_pa
     command = ["--toy", "--operations", "append", "match_prefix, free", "--output", str(output)]
     operations.main(command)
     results = json.loads(output.read_text())["points"]
-    assert {result.get("operation") for result in results.values()} == {"append", "match_prefix, free", None}
-    assert len(results) == 2 * 2 + 1
+    assert {result.get("operation") for result in results.values()} == {"append", "match_prefix, free"}
+    assert len(results) == 2 * 2
     assert "append | 8 seqs, 512 blocks" in capsys.readouterr().out
     operations.main(command)
     assert "append" not in capsys.readouterr().out  # it is there
@@ -180,12 +180,12 @@ def test_a_slope_that_is_not_above_zero_is_measured_again(monkeypatch):
     assert harness.slope_microseconds(dispatch, 1) == 1e6
 
 
-def test_cache_operations_by_name(tmp_path):
+def test_the_cache_operations(tmp_path):
     output = tmp_path / "cache_ops.json"
-    cache_ops.main(["--toy", "--operations", "copy", "gather", "--output", str(output)])
+    cache_ops.main(["--toy", "--output", str(output)])
     results = json.loads(output.read_text())["points"]
     assert results.pop("plain copy")["bytes_per_microsecond"]["kernel"] > 0
-    assert {name.split(",")[0].split(" |")[0] for name in results} == {"copy_blocks", "by XLA", "gather_kv"}
+    assert {name.split(",")[0].split(" |")[0] for name in results} >= {"copy_blocks", "by XLA", "gather_kv", "write_kv"}
     assert all(result["bytes"] > 0 and result["of_copy"] > 0 for result in results.values())
 
 
@@ -283,7 +283,7 @@ def test_no_check_takes_what_another_way_left_in_memory(check, monkeypatch):
 def test_whoever_compares_poisons():
     """A benchmark that compares results also calls on poisoned memory, and compares by no rule of its own."""
     texts = [path.read_text() for path in (harness.ROOT / "benchmarks").rglob("*.py") if path.name != "checks.py"]
-    assert sum("worst_error(" in text for text in texts) > 5
+    assert sum("worst_error(" in text for text in texts) > 3
     for text in texts:
         assert "worst_error(" not in text or "poisoned(" in text
         assert not re.search(r"AssertionError\(f?\"wrong", text)

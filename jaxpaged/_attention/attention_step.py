@@ -25,7 +25,8 @@ from jaxpaged._on_shards import is_whole
 from jaxpaged._public_state import public_state
 from pallas_kernels.decode.partition_plan import PartitionPlan
 
-OWN_PARTITIONS = ("num_partitions", "sliding_window")  # a layer with one of these does not follow the step's plan
+# A layer with one of these follows neither the step's plan nor its prefix groups.
+OWN_PARTITIONS = ("num_partitions", "sliding_window")
 
 
 class LayerKeywords(TypedDict, total=False):
@@ -66,7 +67,8 @@ class AttentionStep:
         query_starts: int32 `[seqs + 1]`, where the tokens of each sequence begin. None: they are not packed.
         tree_mask: uint32 `[seqs, q_len, words]`, of `jaxpaged.tree_mask`: which of its sequence's new tokens each token
             sees. None: those before it.
-        prefix_groups: sequences that begin with the same blocks, which are read once. None: each reads its own.
+        prefix_groups: sequences that begin with the same blocks, which a layer reads once if it has neither a window
+            nor a number of partitions of its own. None: each sequence reads its own.
         adapters: int32 `[tokens]`, the adapter of each token, for `jaxpaged.lora`; -1: none. None: there are none.
         plan: how the work of a layer without a window is cut. None: each layer decides.
         num_partitions: into how many parts each sequence is cut, as in `paged_attention`. None: as many as fill a GPU.
@@ -246,7 +248,7 @@ class AttentionStep:
 
     def read(self, q: jax.Array, cache: KVCache | CacheLayer, **options: Unpack[LayerKeywords]) -> jax.Array:
         """Attention from q, in the step's layout and rotated, over a cache that has the step's tokens."""
-        follows = all(options.get(name) is None for name in OWN_PARTITIONS) and is_whole(q)
+        follows = all(options.get(name) is None for name in OWN_PARTITIONS)
         if options.get("num_partitions") is None:
             options["num_partitions"] = self.num_partitions
         return attend(
@@ -255,8 +257,8 @@ class AttentionStep:
             self.allocator,
             query_starts=self.query_starts,
             tree_mask=self.tree_mask,
-            prefix_groups=self.prefix_groups,
-            plan=self.plan if follows else None,
+            prefix_groups=self.prefix_groups if follows else None,
+            plan=self.plan if follows and is_whole(q) else None,
             **options,
         )
 

@@ -598,7 +598,7 @@ def test_a_request_beyond_the_pool_is_refused():
 
 
 def test_token_ids_outside_the_vocabulary_are_refused():
-    engine = create_engine(vocab_size=VOCAB, exact=True)
+    engine = create_engine(vocab_size=VOCAB, batch_invariant=True)
     for call in (
         lambda: engine.add_request([VOCAB], SamplingParams()),
         lambda: engine.generate([[1], [2, VOCAB]], SamplingParams()),

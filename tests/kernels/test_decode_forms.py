@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import explain, tree_mask
-from jaxpaged._attention.choose import Choice, Known, choose
+from jaxpaged._attention.choose import Choice, StaticHints, choose
 from jaxpaged._attention.run import run
 from pallas_kernels.decode import partition_plan
 from pallas_kernels.decode.config import Config
@@ -88,7 +88,7 @@ def test_on_other_gpus_than_hopper():
     how = dict(case.options, gpu="A100")
     assert explain(*case.arrays, **how).kernel == "paged_decode"
     assert explain(*case.arrays, **how, query_starts=jnp.asarray([0, 0, 1, 3], jnp.int32)).kernel == "portable_prefill"
-    planned = choose(make_call(case), A100, Known(total_partitions=5))
+    planned = choose(make_call(case), A100, StaticHints(total_partitions=5))
     assert planned.kernel == "paged_decode"
     assert planned.at_once is not None  # it follows the plan
     tree = tree_mask(jnp.full((3, 2), -1, jnp.int32))

@@ -11,7 +11,7 @@ from jax import export
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import _device, explain, paged_attention
-from jaxpaged._attention.choose import Known, by_decode, choose
+from jaxpaged._attention.choose import StaticHints, by_decode, choose
 from jaxpaged._attention.plan import follows, make_plan, plan_step
 from jaxpaged._attention.public import planned_attention
 from jaxpaged._attention.run import run
@@ -277,10 +277,10 @@ def test_what_follows_no_plan():
 def test_one_sequence_gets_no_plan():
     case = make_case(lengths=(500,), max_blocks=1000, dtype=BF16)
     assert not is_planned(case)
-    known = Known(total_partitions=make_plan(case.lengths, num_kv_heads=2).total_partitions)
-    assert choose(make_call(case), H100, known).at_once is None
+    hints = StaticHints(total_partitions=make_plan(case.lengths, num_kv_heads=2).total_partitions)
+    assert choose(make_call(case), H100, hints).at_once is None
     two = make_call(make_case(lengths=(500, 3), max_blocks=32, dtype=BF16))
-    assert choose(two, H100, known).at_once is not None
+    assert choose(two, H100, hints).at_once is not None
 
 
 @pytest.mark.parametrize("lengths", [(0, 100_000), (2**31 - 1, 3), (2**31 - 64,) * 100, (1, 2, 3)])

@@ -11,7 +11,7 @@ from typing import Any
 import jaxpaged
 import jaxpaged.linen
 import jaxpaged.nnx
-from jaxpaged._scheduler.records import Step
+from jaxpaged._scheduler.records import StepPlan
 
 ROOT = Path(__file__).parents[2]
 OWN = ("benchmarks", "docs", "examples", "jaxpaged", "pallas_kernels", "tests", "tools")
@@ -22,7 +22,7 @@ VARIABLES: dict[str, tuple[type, ...]] = {
     "engine": (jaxpaged.Engine,),
     "prefix_cache": (jaxpaged.PrefixCache,),
     "scheduler": (jaxpaged.Scheduler,),
-    "step": (jaxpaged.AttentionStep, Step),
+    "step": (jaxpaged.AttentionStep, StepPlan),
 }
 CLASSES = [value for value in vars(jaxpaged).values() if inspect.isclass(value)]
 CLASSES += [jaxpaged.nnx.PagedAttention, jaxpaged.linen.PagedAttention]

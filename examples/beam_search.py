@@ -108,7 +108,7 @@ def search(
     def one_step(carry: tuple[jax.Array, Beams]) -> tuple[jax.Array, Beams]:
         i, beams = carry
         allocator, slots, ok = beams.allocator.append(beams.running.ravel())
-        step = AttentionStep.create(allocator, slots[:, 0])
+        step = AttentionStep.create(allocator, slots)
         caches, x = model(beams.tokens[:, :, i - 1].ravel(), beams.caches, step)
         beams = dataclasses.replace(
             beams,

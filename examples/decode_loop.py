@@ -37,7 +37,7 @@ def decode(weights, cache, allocator, tokens):
         i, cache, allocator, last, running, generated = carry
         allocator, slots, ok = allocator.append(running)
         running &= ok  # out of blocks: that sequence ends, the others go on
-        cache, logits = model(weights, last, cache, AttentionStep.create(allocator, slots[:, 0]))
+        cache, logits = model(weights, last, cache, AttentionStep.create(allocator, slots))
         token = logits.argmax(axis=-1).astype(jnp.int32)
         generated = generated.at[:, i].set(jnp.where(running, token, -1))
         running &= token != EOS

@@ -40,7 +40,7 @@ def collectives(text: str) -> list[str]:
 
 def decode_step(cache, allocator, q, k, v):
     allocator, slots, _ = allocator.append(jnp.ones(SEQS, jnp.int32))
-    cache = write_kv(cache, k, v, slots[:, 0])
+    cache = write_kv(cache, k, v, slots)
     out = paged_attention(q, cache.k, cache.v, allocator.block_tables, allocator.lengths)
     return cache, allocator, out
 

@@ -54,14 +54,14 @@ def wrong_block_size(call):
 def older_allocator(call):
     older, _, _ = create_allocator(4, 4)
     _, slots, _ = older.append(jnp.ones(2, jnp.int32))
-    call(functools.partial(step, allocator=older, slots=slots[:, 0]), create_cache())
+    call(functools.partial(step, allocator=older, slots=slots), create_cache())
 
 
 def older_allocator_and_a_layer(call):
     older, _, _ = create_allocator(4, 4)
     _, slots, _ = older.append(jnp.ones(2, jnp.int32))
     stack = create_cache(num_layers=2)
-    call(lambda stack: step(CacheLayer(stack, 1), older, slots[:, 0]), stack)
+    call(lambda stack: step(CacheLayer(stack, 1), older, slots), stack)
 
 
 def null_block(call):

@@ -94,7 +94,7 @@ def test_a_token_continues_a_prompt_and_packed_tokens_do_too():
     cache, out = call(module, x[0, :5], cache, packed)
     np.testing.assert_allclose(out, expected[0, :5], atol=2e-5)
     for i in (5, 6):
-        allocator, slots, _ = allocator.append(jnp.asarray([1]))
+        allocator, slots, _ = allocator.append(jnp.asarray([1]), q_len=1)
         cache, out = call(module, x[:, i : i + 1], cache, AttentionStep.create(allocator, slots))
         np.testing.assert_allclose(out[:, 0], expected[:, i], atol=2e-5)
 

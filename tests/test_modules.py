@@ -148,8 +148,8 @@ def test_prefill_and_decode_are_dense_attention_in_both(options):
         allocator, slots, ok = allocator.append(jnp.ones(len(LENGTHS), jnp.int32))
         # As one row of each sequence, and as one token.
         last = prompt_batch([x[-1:] for x in sequences], 1)
-        _, out = call(last, cache, AttentionStep.create(allocator, slots))
-        _, single = call(last[:, 0], cache, AttentionStep.create(allocator, slots[:, 0]))
+        _, out = call(last, cache, AttentionStep.create(allocator, slots[:, None]))
+        _, single = call(last[:, 0], cache, AttentionStep.create(allocator, slots))
         for row, token, wanted in zip(np.asarray(out), np.asarray(single), expected, strict=True):
             np.testing.assert_allclose(row[0], wanted[-1], atol=2e-5)
             np.testing.assert_allclose(token, wanted[-1], atol=2e-5)
@@ -335,7 +335,7 @@ def test_attend_refuses_a_cache_with_other_blocks_than_the_allocator(num_layers,
 def test_the_number_of_partitions_reaches_the_attention():
     module, apply = make(dict(num_partitions=0))
     cache, allocator = fresh()
-    allocator, slots, _ = allocator.append(jnp.ones(len(LENGTHS), jnp.int32))
+    allocator, slots, _ = allocator.append(jnp.ones(len(LENGTHS), jnp.int32), q_len=1)
     for call in (module, apply):
         with pytest.raises(ValueError, match=r"num_partitions must be .*; got num_partitions=0"):
             call(jnp.zeros((len(LENGTHS), 1, FEATURES)), cache, AttentionStep.create(allocator, slots))
@@ -350,7 +350,7 @@ def test_a_plan_reaches_the_attention(monkeypatch):
         lambda *args, plan, **how: (plans.append(plan), original(*args, plan=plan, **how))[1],
     )
     cache, allocator = fresh()
-    allocator, slots, _ = allocator.append(jnp.ones(len(LENGTHS), jnp.int32))
+    allocator, slots, _ = allocator.append(jnp.ones(len(LENGTHS), jnp.int32), q_len=1)
     step = AttentionStep.create(allocator, slots)
     step = dataclasses.replace(step, plan=make_plan(allocator.lengths, num_kv_heads=KV_HEADS))
     for options, follows in (({}, True), (dict(sliding_window=3), False), (dict(num_partitions=2), False)):

@@ -237,7 +237,7 @@ def test_a_layer_of_a_stack_on_an_explicit_mesh():
 
     def step(stack, allocator):
         allocator, slots, _ = allocator.append(jnp.ones(2, jnp.int32))
-        layer, out = AttentionStep.create(allocator, slots[:, 0]).attend(x, x, x, CacheLayer(stack, 1))
+        layer, out = AttentionStep.create(allocator, slots).attend(x, x, x, CacheLayer(stack, 1))
         return layer.stack, out
 
     stack, allocator = (

@@ -49,7 +49,7 @@ Body = Callable[[jax.Array, LoopState], LoopState]
 def append(i: jax.Array, state: LoopState) -> LoopState:
     """A token for every sequence: what a decode step does."""
     allocator, slots, ok = state.allocator.append(jnp.ones_like(state.result))
-    return dataclasses.replace(state, allocator=allocator, result=slots[:, 0], ok=state.ok & ok)
+    return dataclasses.replace(state, allocator=allocator, result=slots, ok=state.ok & ok)
 
 
 def append_and_free(i: jax.Array, state: LoopState) -> LoopState:

@@ -43,7 +43,9 @@ class Generation:
     peak_unshared: jax.Array  # int32 [], the most that would have been held without sharing
 
 
-def claim(state: Generation, num_tokens: jax.Array, *, q_len: int = 1) -> tuple[Generation, jax.Array, jax.Array]:
+def claim(
+    state: Generation, num_tokens: jax.Array, *, q_len: int | None = None
+) -> tuple[Generation, jax.Array, jax.Array]:
     """Makes room for new tokens of the running sequences: the new state, their slots, and which may advance.
 
     A sequence that gets no block waits for one. If all of them wait, the last one stops and makes room for the others.
@@ -144,7 +146,7 @@ def decode(
         state, slots, advanced = claim(state, state.running.astype(jnp.int32))
         last = jnp.take_along_axis(state.tokens, jnp.maximum(state.num_tokens - 1, 0)[:, None], axis=1)[:, 0]
         groups = state.allocator.prefix_groups() if share_reads else None
-        step = jaxpaged.AttentionStep.create(state.allocator, slots[:, 0], prefix_groups=groups)
+        step = jaxpaged.AttentionStep.create(state.allocator, slots, prefix_groups=groups)
         caches, x = model(last, state.caches, step)
         state = dataclasses.replace(state, caches=caches)
         return i + 1, accept(state, advanced, model.logits(x), eos_ids, sampling)

@@ -225,7 +225,7 @@ class BlockAllocator(AllocatorState):
         return jnp.where(exists, slots, self.num_blocks * self.block_size)
 
     def append(
-        self, num_tokens: ArrayLike, *, q_len: int = 1, order: ArrayLike | None = None
+        self, num_tokens: ArrayLike, *, q_len: int | None = None, order: ArrayLike | None = None
     ) -> tuple[BlockAllocator, jax.Array, jax.Array]:
         """Makes room for new tokens at the end of each sequence.
 
@@ -241,15 +241,16 @@ class BlockAllocator(AllocatorState):
         Args:
             num_tokens: int32 `[seqs]`; 0 leaves a sequence as it is. Or bool: which sequences get one token.
             q_len: the most tokens that a sequence may get in this call (static): the width of `slots`. A count above
-                it that is known while tracing is an error.
+                it that is known while tracing is an error. None: one token, and `slots` without that axis.
             order: int32 `[seqs]`: the row with the smallest number gets blocks first, equal ones in row order. None:
                 row order.
 
         Returns:
             allocator: the new one.
-            slots: int32 `[seqs, q_len]`, or with several groups `[groups, seqs, q_len]`: the slots of the new tokens,
-                for `write_kv`. They stand at the end of the row, as the queries of `paged_attention` do. The rest of
-                the row, or all of a refused one, is `num_blocks * block_size`, which `write_kv` drops.
+            slots: int32 `[seqs, q_len]`, or `[seqs]` without `q_len`; with several groups, an axis of groups before
+                these: the slots of the new tokens, for `write_kv`. They stand at the end of the row, as the queries of
+                `paged_attention` do. The rest of the row, or all of a refused one, is `num_blocks * block_size`, which
+                `write_kv` drops.
             ok: bool `[seqs]`.
 
         Raises:
@@ -259,28 +260,30 @@ class BlockAllocator(AllocatorState):
         counts, known = as_int32(num_tokens), known_values(num_tokens)
         counts = counts.astype(jnp.int32) if counts.dtype == jnp.bool_ else counts
         num_tokens = self._rows("num_tokens", counts, jnp.int32)
-        q_len = checked_size("q_len", q_len)
-        if known is not None and known.max() > q_len:
+        q_len = None if q_len is None else checked_size("q_len", q_len)
+        most = 1 if q_len is None else q_len
+        if known is not None and known.max() > most:
             row = int(known.argmax())
             raise ValueError(
-                f"num_tokens must be at most {q_len=}, the width of the slots; got {known[row]} for sequence {row}. "
-                f"Pass q_len={known[row]}."
+                f"num_tokens must be at most q_len={most}, the width of the slots; got {known[row]} for sequence "
+                f"{row}. Pass q_len={known[row]}."
             )
-        check_range("num_tokens of append", num_tokens, 0, q_len, limit=f"{q_len=}")
+        check_range("num_tokens of append", num_tokens, 0, most, limit=f"q_len={most}")
         order = None if order is None else self._rows("order", order, jnp.int32)
         return self._append(num_tokens, order, q_len)
 
     @one_program("q_len")
     def _append(
-        self, num_tokens: jax.Array, order: jax.Array | None, q_len: int
+        self, num_tokens: jax.Array, order: jax.Array | None, q_len: int | None
     ) -> tuple[BlockAllocator, jax.Array, jax.Array]:
         num_rows, max_blocks = self.rows.shape
-        legal = (num_tokens >= 0) & (num_tokens <= q_len)
+        most = 1 if q_len is None else q_len
+        legal = (num_tokens >= 0) & (num_tokens <= most)
         lengths = self.lengths + jnp.where(legal, num_tokens, 0)
         legal &= lengths <= max_blocks * self.block_size
 
         # 1. Who gets blocks: a prefix of the sequences that need some.
-        most_new = -(-q_len // self.block_size)  # of a row
+        most_new = -(-most // self.block_size)  # of a row
         self = self.let_go_passed(legal & (num_tokens > 0), most_new + MORE_PASSED)
         held = self.num_blocks_for(self.lengths)
         needed = self.per_row(jnp.where(legal, self.num_blocks_for(lengths) - held, 0))
@@ -296,14 +299,14 @@ class BlockAllocator(AllocatorState):
         tables = self.rows.at[rows, entries].set(ids, mode="drop", unique_indices=True)
 
         # 3. The slots of the new tokens, right-aligned.
-        positions = dataclasses.replace(self, lengths=lengths).positions(q_len)
+        positions = dataclasses.replace(self, lengths=lengths).positions(most)
         is_new = self.per_row(ok[:, None] & (positions >= self.lengths[:, None]))
         positions = self.per_row(positions)
         block_ids = tables.at[rows, positions // self.block_size].get(mode="clip")
         slots = block_ids * self.block_size + positions % self.block_size
         slots = self.per_group(jnp.where(is_new, slots, self.num_blocks * self.block_size))
 
-        return self.with_rows(tables, lengths, self.pool.take(total)), slots, ok
+        return self.with_rows(tables, lengths, self.pool.take(total)), slots[..., 0] if q_len is None else slots, ok
 
     def free(self, seqs: ArrayLike) -> BlockAllocator:
         """Gives back all blocks of the marked sequences, which become empty. Freeing an empty one changes nothing.

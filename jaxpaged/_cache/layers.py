@@ -33,7 +33,7 @@ class CacheLayer:
         >>> stack = jaxpaged.KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64, num_layers=3)
         >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=1, max_blocks_per_seq=4)
         >>> allocator, slots, ok = allocator.append(jnp.array([1]))
-        >>> step, k = jaxpaged.AttentionStep.create(allocator, slots[:, 0]), jnp.ones((1, 2, 64))
+        >>> step, k = jaxpaged.AttentionStep.create(allocator, slots), jnp.ones((1, 2, 64))
         >>> def layer(carry, index):
         ...     stack, q = carry
         ...     cache, out = step.attend(q, k, k, jaxpaged.CacheLayer(stack, index))

@@ -24,8 +24,10 @@ def test_a_trace():
     assert int(allocator.num_held) == 3
 
     # One token each: row 0 has room in its last block, the others need a new one.
-    allocator, slots, ok = allocator.append(counts(1, 1, 1))
-    assert slots.tolist() == [[9], [16], [20]]
+    before = allocator
+    allocator, slots, ok = before.append(counts(1, 1, 1))
+    assert slots.tolist() == [9, 16, 20]
+    assert before.append(counts(1, 1, 1), q_len=1)[1].tolist() == [[9], [16], [20]]
     assert allocator.block_tables.tolist() == [[1, 2, 0], [4, 0, 0], [3, 5, 0]]
     assert allocator.lengths.tolist() == [6, 1, 5]
     assert free_ids(allocator) == [7, 6]
@@ -58,7 +60,7 @@ def test_running_out_is_a_value_and_leaves_the_refused_as_they_were():
     assert ok.tolist() == [True, True, False, False]
     assert after.lengths.tolist() == [4, 5, 0, 4]
     assert after.block_tables.tolist() == [[1, 0, 0, 0], [2, 4, 0, 0], [0, 0, 0, 0], [3, 0, 0, 0]]
-    assert slots.tolist() == [[7], [16], [20], [20]]
+    assert slots.tolist() == [7, 16, 20, 20]
     assert free_ids(after) == []
     # Behind a refused row nobody overtakes, but whoever needs no block goes on.
     _, _, ok = allocator.append(counts(1, 8, 1, 0), q_len=8)
@@ -220,7 +222,7 @@ def test_inside_scan_and_while_loop():
         return allocator, (slots, ok)
 
     scanned, (slots, ok) = jax.jit(lambda a: jax.lax.scan(step, a, length=5))(start)
-    assert slots[:, 0, 0].tolist() == [2, 3, 6, 7, 10]
+    assert slots[:, 0].tolist() == [2, 3, 6, 7, 10]
     assert ok.all()
     looped = jax.lax.fori_loop(0, 5, lambda i, a: step(a, None)[0], start)
     assert_same(scanned, looped)

@@ -38,7 +38,7 @@ def test_a_full_last_block_is_shared_without_a_copy():
     assert pairs(copies) == []
     # The next token of each goes to a block of its own.
     forked, slots, _ = forked.append(counts(1, 1))
-    assert slots.tolist() == [[12], [16]]
+    assert slots.tolist() == [12, 16]
 
 
 def test_beam_search_reorders_in_place_and_an_heir_copies_nothing():

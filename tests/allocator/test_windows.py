@@ -38,6 +38,7 @@ def test_each_group_gets_blocks_of_its_own():
     assert slots[1].tolist() == [[12, 13, 14, 15, 16], [96, 96, 96, 24, 25]]
     assert sorted(free_ids(allocator.free(marks(1, 1)))) == sorted(free_ids(make(None)))
     assert allocator.slots(counts(0, 1), counts(4, 2)).tolist() == [[8, 96], [16, 96]]  # row 1 has two tokens
+    assert allocator.append(counts(1, 0))[1].tolist() == [[9, 96], [17, 96]]  # one token each: no axis of tokens
 
 
 def test_one_group_is_as_before():

@@ -243,7 +243,7 @@ def test_the_layouts_agree_with_each_other_and_with_the_reference():
 
     for i in range(3):  # the first column has a token of the first sequence only
         before, slots, _ = before.append(jnp.asarray(is_new[:, i], jnp.int32))
-        single = AttentionStep.create(before, slots[:, 0])
+        single = AttentionStep.create(before, slots)
         assert single.positions.shape == (SEQS,)
         cache, out = single.attend(q[:, i], k[:, i], v[:, i], cache, **options)
         np.testing.assert_allclose(out[is_new[:, i]], reference[is_new[:, i], i], atol=2e-6)
@@ -370,7 +370,7 @@ def test_a_batch_axis_of_one_is_kept(kind, axis):
         step = packed_step()
     else:
         allocator, slots, _ = history().append(jnp.ones(SEQS, jnp.int32))
-        step = AttentionStep.create(allocator, slots[:, 0])
+        step = AttentionStep.create(allocator, slots)
     step, *tokens, cache = inputs(step)
     after, expected = attend(step, *tokens, cache)
     ours, out = attend(step, *(jnp.expand_dims(x, axis) for x in tokens), cache)

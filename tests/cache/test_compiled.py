@@ -59,7 +59,7 @@ def test_a_scan_over_a_stack_copies_no_cache():
 
     def step(stack, allocator, q, k, v):
         allocator, slots, _ = allocator.append(jnp.ones(SEQS, jnp.int32))
-        step = AttentionStep.create(allocator, slots[:, 0])
+        step = AttentionStep.create(allocator, slots)
 
         def layer(carry, i):
             stack, q = carry

@@ -244,7 +244,7 @@ def test_scales_of_the_next_token_are_a_mistake_that_is_seen():
 def test_a_donated_decode_step_widens_tiles_not_the_cache(dtype, scale):
     def step(cache, allocator, q, k):
         allocator, slots, _ = allocator.append(jnp.ones(SEQS, jnp.int32))
-        cache = write_kv(cache, k, k, slots[:, 0])
+        cache = write_kv(cache, k, k, slots)
         tables, lengths = allocator.block_tables, allocator.lengths
         scales = dict(k_scale=cache.k_scale, v_scale=cache.v_scale)
         return cache, allocator, paged_attention(q, cache.k, cache.v, tables, lengths, **scales)

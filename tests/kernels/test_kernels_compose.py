@@ -46,7 +46,7 @@ def inputs(num_layers=None):
 
 def step(cache, allocator, q):
     allocator, slots, _ = allocator.append(jnp.ones(SEQS, jnp.int32))
-    cache = write_kv(cache, q[:, :KV_HEADS], q[:, :KV_HEADS], slots[:, 0])
+    cache = write_kv(cache, q[:, :KV_HEADS], q[:, :KV_HEADS], slots)
     return cache, allocator, attend(q, cache.k, cache.v, allocator.block_tables, allocator.lengths)
 
 
@@ -78,7 +78,7 @@ def test_a_scan_over_layers_of_a_stack_with_mixed_windows():
 
         def layer(carry, i_and_window):
             (stack, q), (i, window) = carry, i_and_window
-            cache = write_kv(CacheLayer(stack, i), q[:, :KV_HEADS], q[:, :KV_HEADS], slots[:, 0])
+            cache = write_kv(CacheLayer(stack, i), q[:, :KV_HEADS], q[:, :KV_HEADS], slots)
             pool, tables = cache.pool, cache.block_tables(allocator.block_tables)
             return (cache.stack, attend(q, pool.k, pool.v, tables, allocator.lengths, sliding_window=window)), None
 

@@ -6,13 +6,14 @@ import re
 from types import ModuleType
 from typing import Any
 
+PUBLIC = "jaxpaged", "jaxpaged.debug", "jaxpaged.ops", "jaxpaged.scheduling"
 from_module = doctest.DocTestFinder._from_module
 
 
 def is_defined_in(finder: doctest.DocTestFinder, module: ModuleType, value: Any) -> bool:
-    if getattr(value, "__module__", None) != "jaxpaged":
+    if getattr(value, "__module__", None) not in PUBLIC:
         return from_module(finder, module, value)
-    # `jaxpaged/__init__.py` made its `__module__` the package, where doctest would miss the methods.
+    # `jaxpaged/_publish.py` made its `__module__` the public module, where doctest would miss the methods.
     return re.search(rf"^(?:class|def) {value.__name__}\b", inspect.getsource(module), re.MULTILINE) is not None
 
 

@@ -21,7 +21,8 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from jaxpaged import AttentionStep, BlockAllocator, copy_blocks
+from jaxpaged import AttentionStep, BlockAllocator
+from jaxpaged.ops import copy_blocks
 from lib.command_line import compute, describe_blocks, model_arguments, positive, read_request, run
 from lib.generation import num_entries
 from lib.llama import Llama

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpaged import copy_blocks
+from jaxpaged.ops import copy_blocks
 from lib.command_line import (
     compute,
     describe_blocks,

@@ -75,7 +75,7 @@ def draft(
 def move(cache: jaxpaged.KVCache, source: jax.Array, destination: jax.Array) -> jaxpaged.KVCache:
     """Copies tokens from slot to slot, int32 [...] each; a destination outside the pool is dropped."""
     k, v = (pool.reshape(-1, *pool.shape[2:])[source] for pool in (cache.k, cache.v))
-    return jaxpaged.write_kv(cache, k, v, destination)
+    return jaxpaged.ops.write_kv(cache, k, v, destination)
 
 
 @functools.partial(

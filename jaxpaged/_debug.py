@@ -75,8 +75,8 @@ def debug_checks() -> Iterator[None]:
         >>> import jax.numpy as jnp, jaxpaged
         >>> cache = jaxpaged.KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8)
         >>> k = v = jnp.ones((2, 1, 8))
-        >>> with jaxpaged.debug_checks():  # doctest: +ELLIPSIS
-        ...     cache = jaxpaged.write_kv(cache, k, v, jnp.array([3, 1]))
+        >>> with jaxpaged.debug.debug_checks():  # doctest: +ELLIPSIS
+        ...     cache = jaxpaged.ops.write_kv(cache, k, v, jnp.array([3, 1]))
         Traceback (most recent call last):
         ...
         ValueError: debug_checks found:

@@ -235,7 +235,7 @@ def check_latent_call(settings: LatentSettings, x: jax.Array, cache: KVCache | C
     pools, s = pools_of(cache), settings
     widths = [s.latent_features]
     if pools.k.dtype in LARGEST:
-        widths.append(s.latent_features + s.qk_rope_head_dim)  # see `jaxpaged.split_rotary`
+        widths.append(s.latent_features + s.qk_rope_head_dim)  # see `jaxpaged.ops.split_rotary`
     if pools.k.shape[-2] != 1 or pools.k.shape[-1] not in widths or pools.value_dim != s.kv_lora_rank:
         raise ValueError(
             f"the cache must be a latent one of {s.latent_features} numbers and values of {s.kv_lora_rank} for this "

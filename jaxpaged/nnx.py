@@ -155,7 +155,7 @@ class LatentAttention(nnx.Module):
     or a number of partitions.
 
     The cache has `kv_lora_rank + qk_rope_head_dim` numbers a token. One of 8 bits may have
-    `kv_lora_rank + 2 * qk_rope_head_dim`, and is more precise: see `jaxpaged.split_rotary`.
+    `kv_lora_rank + 2 * qk_rope_head_dim`, and is more precise: see `jaxpaged.ops.split_rotary`.
 
     Args:
         in_features: width of the input and the output.

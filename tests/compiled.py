@@ -5,7 +5,8 @@ import re
 
 import jax.numpy as jnp
 
-from jaxpaged import BlockAllocator, KVCache, paged_attention, write_kv
+from jaxpaged import BlockAllocator, KVCache, paged_attention
+from jaxpaged.ops import write_kv
 
 NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SEQS, MAX_BLOCKS = 512, 16, 2, 64, 4, 64
 

@@ -7,19 +7,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpaged import (
-    AttentionStep,
-    BlockAllocator,
-    CacheLayer,
-    KVCache,
-    PrefixCache,
-    SamplingParams,
-    context_parallel_attention,
-    context_parallel_slots,
-    debug_checks,
-    paged_attention,
-    write_kv,
-)
+from jaxpaged import AttentionStep, BlockAllocator, CacheLayer, KVCache, PrefixCache, SamplingParams, paged_attention
+from jaxpaged.debug import debug_checks
+from jaxpaged.ops import context_parallel_attention, context_parallel_slots, write_kv
 from tests.cases import OPTIONS, make_case
 from tests.toy_model import create_engine
 

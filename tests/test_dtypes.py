@@ -25,8 +25,8 @@ CALLS = {
     "generate": lambda dtype: jaxpaged.generate(
         None, None, [[1]], SamplingParams(), num_layers=1, **SIZES, dtype=dtype
     ),
-    "kv_scale": lambda dtype: jaxpaged.kv_scale(jnp.ones((2, 8)), dtype, "head"),
-    "widen_kv": lambda dtype: jaxpaged.widen_kv(KVCache.create(num_blocks=2, block_size=8, **SIZES), dtype),
+    "kv_scale": lambda dtype: jaxpaged.ops.kv_scale(jnp.ones((2, 8)), dtype, "head"),
+    "widen_kv": lambda dtype: jaxpaged.ops.widen_kv(KVCache.create(num_blocks=2, block_size=8, **SIZES), dtype),
     "AttentionSettings": lambda dtype: dataclasses.replace(PAGED, dtype=dtype),
     "AttentionSettings, parameters": lambda dtype: dataclasses.replace(PAGED, param_dtype=dtype),
     "LatentSettings": lambda dtype: dataclasses.replace(LATENT, dtype=dtype),

@@ -13,17 +13,10 @@ from flax import nnx
 import jaxpaged
 import jaxpaged.linen
 import jaxpaged.nnx
-from jaxpaged import (
-    AttentionSettings,
-    AttentionStep,
-    BlockAllocator,
-    CacheLayer,
-    KVCache,
-    paged_attention,
-    write_kv,
-)
+from jaxpaged import AttentionSettings, AttentionStep, BlockAllocator, CacheLayer, KVCache, paged_attention
 from jaxpaged._attention import attend
 from jaxpaged._attention.plan import make_plan
+from jaxpaged.ops import write_kv
 
 FEATURES, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 48, 6, 2, 16, 4
 SIZES = dict(

@@ -10,17 +10,13 @@ from jaxpaged import (
     BlockAllocator,
     CacheLayer,
     KVCache,
-    copy_blocks,
-    gather_kv,
-    kv_scale,
     paged_attention,
     paged_attention_reference,
     rotary_frequencies,
-    rotate_and_write_kv,
-    write_kv,
 )
 from jaxpaged._attention.plan import make_plan
 from jaxpaged._attention.public import planned_attention
+from jaxpaged.ops import copy_blocks, gather_kv, kv_scale, rotate_and_write_kv, write_kv
 from tests.cases import make_case
 
 CASE = make_case(lengths=(1, 20, 0), max_blocks=4)

@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec as P
 import jaxpaged
 import jaxpaged.linen
 import jaxpaged.nnx
-from jaxpaged import AttentionSettings, AttentionStep, BlockAllocator, CacheLayer, KVCache, LatentSettings, write_kv
+from jaxpaged import AttentionSettings, AttentionStep, BlockAllocator, CacheLayer, KVCache, LatentSettings
 from jaxpaged._attention.plan import make_plan
-from jaxpaged._attention.shared_prefix import PrefixGroups
 from jaxpaged._cache.kv_cache import map_blocks
+from jaxpaged.ops import PrefixGroups, write_kv
 
 BLOCKS = dict(num_blocks=24, block_size=4)
 HEADS, KV_HEADS, HEAD_DIM, FEATURES = 4, 2, 8, 64
@@ -83,7 +83,7 @@ def rotated(**rotary) -> Call:
 
     def call(x, cache, allocator, slots, **tokens):
         step = make_step(allocator, slots, **tokens)
-        cache, q = jaxpaged.rotate_and_write_kv(cache, *split(x), slots, step.positions, **rotary)
+        cache, q = jaxpaged.ops.rotate_and_write_kv(cache, *split(x), slots, step.positions, **rotary)
         return step.attend(q, None, None, cache)
 
     return call
@@ -105,10 +105,10 @@ def of_pool(attention: Callable[..., Any], *, groups=False, **options) -> Call:
 
 
 def on_two_devices(*arrays, count):
-    attention = functools.partial(jaxpaged.context_parallel_attention, axis_name="x")
+    attention = functools.partial(jaxpaged.ops.context_parallel_attention, axis_name="x")
 
     def device(x, cache, allocator, slots):
-        own_slots = jaxpaged.context_parallel_slots(slots, block_size=2, axis_name="x")
+        own_slots = jaxpaged.ops.context_parallel_slots(slots, block_size=2, axis_name="x")
         own_part = of_pool(lambda *args, **options: attention(*args, **options)[0])
         return own_part(x, cache, allocator, own_slots, count=count)
 

@@ -25,18 +25,20 @@ from jaxpaged import (
     CacheLayer,
     KVCache,
     _device,
+    paged_attention,
+    rotary_frequencies,
+)
+from jaxpaged._attention import attend, xla
+from jaxpaged._by_kernel import by_kernel
+from jaxpaged.ops import (
     context_parallel_attention,
     context_parallel_slots,
     copy_blocks,
     gather_kv,
-    paged_attention,
-    rotary_frequencies,
     rotate_and_write_kv,
     scatter_kv,
     write_kv,
 )
-from jaxpaged._attention import attend, xla
-from jaxpaged._by_kernel import by_kernel
 from tests.cases import find_groups, make_case
 from tests.compiled import collectives
 

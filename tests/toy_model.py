@@ -11,9 +11,10 @@ import numpy as np
 from jax.extend.random import threefry_2x32
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpaged import Engine, EngineOptions, KVCache, SamplingParams, rotary_frequencies, rotate_and_write_kv
+from jaxpaged import Engine, EngineOptions, KVCache, SamplingParams, rotary_frequencies
 from jaxpaged._engine import kinds, program
 from jaxpaged._engine.sampling import DRAWS
+from jaxpaged.ops import rotate_and_write_kv
 
 VOCAB, FEATURES, HEADS, HEAD_DIM = 48, 32, 4, 8
 BLOCK_SIZE, SEATS, MAX_TOKENS, MAX_REQUESTS, STEPS = 4, 6, 48, 16, 8

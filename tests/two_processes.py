@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpaged import _device, context_parallel_attention, paged_attention
+from jaxpaged import _device, paged_attention
+from jaxpaged.ops import context_parallel_attention
 from tests.cases import make_case
 
 

@@ -17,7 +17,8 @@ import numpy as np
 from benchmarks.engine.workload import BLOCK_SIZE, SIZES, workload
 from benchmarks.figures.drawing import begin, save
 from benchmarks.harness import ROOT
-from jaxpaged import BlockAllocator, cache_capacity, plot_blocks
+from jaxpaged import BlockAllocator, cache_capacity
+from jaxpaged.debug import plot_blocks
 
 DOCS = ROOT / "docs"
 REQUESTS = 1024

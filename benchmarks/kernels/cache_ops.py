@@ -19,7 +19,8 @@ import numpy as np
 
 from benchmarks.checks import poisoned, require
 from benchmarks.harness import add_output, open_store, random, slope_microseconds
-from jaxpaged import KVCache, copy_blocks, gather_kv, widen_kv, write_kv
+from jaxpaged import KVCache
+from jaxpaged.ops import copy_blocks, gather_kv, widen_kv, write_kv
 
 KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
 Write = Callable[..., KVCache]

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.checks import poisoned, worst_error
 from benchmarks.harness import slope_microseconds
 from benchmarks.kernels.points import Inputs, Point, make_inputs, parse
-from jaxpaged import context_parallel_attention, paged_attention
+from jaxpaged import paged_attention
+from jaxpaged.ops import context_parallel_attention
 from lib.tensor_parallel import AXIS, CACHE
 from tests.compiled import COLLECTIVES, instructions
 

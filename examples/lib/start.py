@@ -89,7 +89,7 @@ def create_caches(
     placeholder = 1.0 if scale in ("tensor", "head") else None
     sizes = config.cache_sizes
     if config.latent is not None and scale == "token_head":
-        sizes["head_dim"] += config.latent.qk_rope_head_dim  # rotary numbers in two: `jaxpaged.split_rotary`
+        sizes["head_dim"] += config.latent.qk_rope_head_dim  # rotary numbers in two: `jaxpaged.ops.split_rotary`
     create = functools.partial(
         jaxpaged.KVCache.create,
         num_blocks=num_blocks,
@@ -125,8 +125,8 @@ def calibrate(
     caches = tuple(
         dataclasses.replace(
             cache,
-            k_scale=jaxpaged.kv_scale(seen.k, cache.k.dtype, scale),  # slots that hold no token are zeros
-            v_scale=None if seen.v is None else jaxpaged.kv_scale(seen.v, cache.v.dtype, scale),
+            k_scale=jaxpaged.ops.kv_scale(seen.k, cache.k.dtype, scale),  # slots that hold no token are zeros
+            v_scale=None if seen.v is None else jaxpaged.ops.kv_scale(seen.v, cache.v.dtype, scale),
         )
         for cache, seen in zip(state.caches, trial.caches, strict=True)
     )

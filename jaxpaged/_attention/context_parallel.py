@@ -73,7 +73,7 @@ def context_parallel_attention(
         >>> cache = jaxpaged.KVCache.create(num_blocks=8, block_size=32, num_kv_heads=2, head_dim=64)
         >>> cache = jax.device_put(cache, NamedSharding(mesh, P(None, "devices")))
         >>> tables, lengths = jnp.array([[3, 5]]), jnp.array([40])
-        >>> attend = functools.partial(jaxpaged.context_parallel_attention, axis_name="devices")
+        >>> attend = functools.partial(jaxpaged.ops.context_parallel_attention, axis_name="devices")
         >>> specs = P(), P(None, "devices"), P(None, "devices"), P(), P()
         >>> attend = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
         >>> out, lse = attend(jnp.ones((1, 4, 64), jnp.bfloat16), cache.k, cache.v, tables, lengths)

@@ -86,10 +86,10 @@ def explain(
         >>> q = jax.ShapeDtypeStruct((8, 32, 128), jnp.bfloat16)
         >>> pool = jax.ShapeDtypeStruct((1024, 16, 8, 128), jnp.bfloat16)
         >>> tables, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 128), (8,)))
-        >>> print(jaxpaged.explain(q, pool, pool, tables, lengths, gpu="H100").kernel)
+        >>> print(jaxpaged.debug.explain(q, pool, pool, tables, lengths, gpu="H100").kernel)
         paged_decode
         >>> wide = jax.ShapeDtypeStruct(pool.shape, jnp.float32)
-        >>> print(jaxpaged.explain(q, wide, wide, tables, lengths, gpu="H100"))
+        >>> print(jaxpaged.debug.explain(q, wide, wide, tables, lengths, gpu="H100"))
         xla: the decode kernel takes a cache in q's dtype, in float8_e4m3fn, float8_e5m2 or int8; got \
 cache_dtype=float32, q_dtype=bfloat16.
     """

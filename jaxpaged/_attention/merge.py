@@ -35,7 +35,7 @@ def merge_attention(
     Example:
         >>> import jax.numpy as jnp, jaxpaged
         >>> seen, unseen = jnp.ones((1, 4, 8)), jnp.zeros((1, 4, 8))
-        >>> out, lse = jaxpaged.merge_attention(seen, jnp.zeros((1, 4)), unseen, jnp.full((1, 4), -jnp.inf))
+        >>> out, lse = jaxpaged.ops.merge_attention(seen, jnp.zeros((1, 4)), unseen, jnp.full((1, 4), -jnp.inf))
         >>> float(out.min()), float(lse.max())
         (1.0, 0.0)
 

@@ -64,8 +64,8 @@ def copy_blocks(cache: KVCache, source_ids: ArrayLike, destination_ids: ArrayLik
     Example:
         >>> import jax.numpy as jnp, jaxpaged
         >>> cache = jaxpaged.KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8)
-        >>> cache = jaxpaged.write_kv(cache, jnp.ones((1, 1, 8)), jnp.ones((1, 1, 8)), jnp.array([3]))
-        >>> cache = jaxpaged.copy_blocks(cache, jnp.array([1, 0]), jnp.array([3, 0]))
+        >>> cache = jaxpaged.ops.write_kv(cache, jnp.ones((1, 1, 8)), jnp.ones((1, 1, 8)), jnp.array([3]))
+        >>> cache = jaxpaged.ops.copy_blocks(cache, jnp.array([1, 0]), jnp.array([3, 0]))
         >>> [int(x) for x in cache.k[:, :, 0, 0].ravel()]
         [0, 0, 0, 1, 0, 0, 0, 1]
     """

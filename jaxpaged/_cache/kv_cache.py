@@ -83,7 +83,7 @@ class KVCache:
             num_layers: None for one layer's cache; a number for a stack of that many.
             scale_per: what has its own scale in a quantised cache. "token_head", the default there: each token and KV
                 head; `write_kv` computes the scale and stores it, 4 bytes. "head" or "tensor": each KV head, or all
-                heads together; the caller calibrates these scales (`jaxpaged.kv_scale`), and larger numbers are
+                heads together; the caller calibrates these scales (`jaxpaged.ops.kv_scale`), and larger numbers are
                 clipped.
             k_scale: with "tensor" f32 `[]`, or `[layers]`; with "head" f32 `[kv_heads]`, or `[layers, kv_heads]`.
                 Left out for a float8 cache, it is 1.
@@ -176,7 +176,7 @@ def _create_scale(
         return jnp.zeros(shape[:-1], jnp.float32)
     if value is None and dtype == jnp.int8:
         raise ValueError(
-            f"an int8 cache with {scale_per=} needs {name}, from jaxpaged.kv_scale; "
+            f"an int8 cache with {scale_per=} needs {name}, from jaxpaged.ops.kv_scale; "
             'or take scale_per="token_head", which needs none.'
         )
     heads = () if scale_per == "tensor" else (shape[-2],)

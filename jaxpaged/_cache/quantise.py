@@ -38,7 +38,7 @@ def kv_scale(x: ArrayLike, dtype: DTypeLike, scale_per: Granularity) -> jax.Arra
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged
-        >>> jaxpaged.kv_scale(jnp.array([[[-254.0, 3.0], [127.0, 0.0]]]), jnp.int8, "head").tolist()
+        >>> jaxpaged.ops.kv_scale(jnp.array([[[-254.0, 3.0], [127.0, 0.0]]]), jnp.int8, "head").tolist()
         [2.0, 1.0]
     """
     x = jnp.asarray(x)
@@ -82,8 +82,8 @@ def widen_kv(cache: KVCache, dtype: DTypeLike = jnp.float32) -> KVCache:
     Example:
         >>> import jax.numpy as jnp, jaxpaged
         >>> cache = jaxpaged.KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8, dtype="int8")
-        >>> cache = jaxpaged.write_kv(cache, jnp.full((1, 1, 8), 3.0), jnp.ones((1, 1, 8)), jnp.array([2]))
-        >>> float(jaxpaged.widen_kv(cache).k[1, 0, 0, 0])
+        >>> cache = jaxpaged.ops.write_kv(cache, jnp.full((1, 1, 8), 3.0), jnp.ones((1, 1, 8)), jnp.array([2]))
+        >>> float(jaxpaged.ops.widen_kv(cache).k[1, 0, 0, 0])
         3.0
     """
     check_cache(cache)

@@ -67,7 +67,8 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
         >>> cache = jaxpaged.KVCache.create(num_blocks=2, block_size=2, num_kv_heads=1, head_dim=4, dtype="float32")
         >>> x = jnp.array([[[1.0, 1.0, 0.0, 0.0]]])
         >>> slots, positions = jnp.array([2]), jnp.array([1])
-        >>> cache, q = jaxpaged.rotate_and_write_kv(cache, x, x, x, slots, positions, jaxpaged.rotary_frequencies(4))
+        >>> frequencies = jaxpaged.rotary_frequencies(4)
+        >>> cache, q = jaxpaged.ops.rotate_and_write_kv(cache, x, x, x, slots, positions, frequencies)
         >>> [round(float(number), 2) for number in q.ravel()]
         [0.54, 1.0, 0.84, 0.01]
         >>> bool((cache.k[1, 0] == q[0]).all())

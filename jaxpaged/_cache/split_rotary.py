@@ -44,8 +44,8 @@ def split_rotary(cache: KVCache | CacheLayer, q: ArrayLike, k: ArrayLike) -> tup
         >>> import jax.numpy as jnp, jaxpaged
         >>> sizes = dict(num_kv_heads=1, head_dim=640, value_dim=512, is_latent=True)
         >>> cache = jaxpaged.KVCache.create(num_blocks=4, block_size=64, dtype="int8", **sizes)
-        >>> q, k = jaxpaged.split_rotary(cache, jnp.ones((1, 16, 576)), jnp.ones((1, 1, 576)))
-        >>> cache = jaxpaged.write_kv(cache, k, None, jnp.array([64]))
+        >>> q, k = jaxpaged.ops.split_rotary(cache, jnp.ones((1, 16, 576)), jnp.ones((1, 1, 576)))
+        >>> cache = jaxpaged.ops.write_kv(cache, k, None, jnp.array([64]))
         >>> q.shape, k.shape
         ((1, 16, 640), (1, 1, 640))
     """

@@ -38,12 +38,12 @@ def gather_kv(cache: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> KV
         >>> import jax.numpy as jnp, jaxpaged
         >>> cache = jaxpaged.KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8)
         >>> k = jnp.broadcast_to(jnp.array([1.0, 2.0, 3.0])[:, None, None], (3, 1, 8))
-        >>> cache = jaxpaged.write_kv(cache, k, k, jnp.array([6, 7, 2]))
-        >>> contiguous = jaxpaged.gather_kv(cache, jnp.array([[3, 1]]), jnp.array([3]))
+        >>> cache = jaxpaged.ops.write_kv(cache, k, k, jnp.array([6, 7, 2]))
+        >>> contiguous = jaxpaged.ops.gather_kv(cache, jnp.array([[3, 1]]), jnp.array([3]))
         >>> contiguous.k[..., 0, 0].tolist()
         [[1.0, 2.0, 3.0, 0.0]]
         >>> empty = jaxpaged.KVCache.create(num_blocks=8, block_size=2, num_kv_heads=1, head_dim=8)
-        >>> other = jaxpaged.scatter_kv(empty, contiguous, jnp.array([[5, 4]]), jnp.array([3]))
+        >>> other = jaxpaged.ops.scatter_kv(empty, contiguous, jnp.array([[5, 4]]), jnp.array([3]))
         >>> [int(x) for x in other.k[:, :, 0, 0].ravel()]
         [0, 0, 0, 0, 0, 0, 0, 0, 3, 0, 1, 2, 0, 0, 0, 0]
     """

@@ -49,7 +49,7 @@ def write_kv[C: (KVCache, CacheLayer)](cache: C, k: ArrayLike, v: ArrayLike | No
     Example:
         >>> import jax.numpy as jnp, jaxpaged
         >>> cache = jaxpaged.KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8)
-        >>> cache = jaxpaged.write_kv(cache, jnp.ones((3, 1, 8)), jnp.ones((3, 1, 8)), jnp.array([2, 3, 99]))
+        >>> cache = jaxpaged.ops.write_kv(cache, jnp.ones((3, 1, 8)), jnp.ones((3, 1, 8)), jnp.array([2, 3, 99]))
         >>> [int(x) for x in cache.k[:, :, 0, 0].ravel()]
         [0, 0, 1, 1, 0, 0, 0, 0]
     """

@@ -89,8 +89,9 @@ class Scheduler(SchedulerState):
 
         Example:
             >>> import jax, jax.numpy as jnp, jaxpaged
+            >>> from jaxpaged.scheduling import Requests, RequestStatus, Scheduler
             >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=4, num_seqs=2, max_blocks_per_seq=4)
-            >>> scheduler = jaxpaged.Scheduler.create(max_requests=4, num_seqs=2, max_length=16)
+            >>> scheduler = Scheduler.create(max_requests=4, num_seqs=2, max_length=16)
             >>> def one_step(state):
             ...     scheduler, allocator = state
             ...     scheduler = scheduler.admit(allocator)
@@ -103,11 +104,11 @@ class Scheduler(SchedulerState):
             ...     state = jax.lax.while_loop(lambda state: state[0].has_work, one_step, (scheduler, allocator))
             ...     return state[0].drain()
             >>> prompts, lengths = jnp.array([[11, 12, 13, 14], [21, 22, 0, 0]]), jnp.array([4, 2])
-            >>> requests = jaxpaged.Requests(prompts, lengths, max_new_tokens=jnp.array([2, 1]))
+            >>> requests = Requests(prompts, lengths, max_new_tokens=jnp.array([2, 1]))
             >>> scheduler, outbox = serve(scheduler, allocator, requests)
             >>> outbox.request_ids[:3].tolist(), outbox.tokens[:3].tolist()  # 4: nothing was sampled
             ([[4, 4], [0, 1], [0, 4]], [[-1, -1], [15, 23], [16, -1]])
-            >>> [jaxpaged.RequestStatus(status).name for status in outbox.finished[:2].tolist()]
+            >>> [RequestStatus(status).name for status in outbox.finished[:2].tolist()]
             ['EXHAUSTED', 'EXHAUSTED']
         """
         max_requests, num_seqs = checked_size("max_requests", max_requests), checked_size("num_seqs", num_seqs)
@@ -321,11 +322,10 @@ class Scheduler(SchedulerState):
 
         Example:
             >>> import jax, jax.numpy as jnp, jaxpaged
+            >>> from jaxpaged.scheduling import Requests, Scheduler
             >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=9, block_size=4, num_seqs=2, max_blocks_per_seq=4)
             >>> prefix_cache = jaxpaged.PrefixCache.create(num_blocks=9, block_size=4)
-            >>> scheduler = jaxpaged.Scheduler.create(
-            ...     max_requests=4, num_seqs=2, max_length=16, prefix_cache=prefix_cache
-            ... )
+            >>> scheduler = Scheduler.create(max_requests=4, num_seqs=2, max_length=16, prefix_cache=prefix_cache)
             >>> @jax.jit
             ... def one_step(scheduler, allocator):
             ...     scheduler, allocator = scheduler.change_seats(allocator)
@@ -333,8 +333,8 @@ class Scheduler(SchedulerState):
             ...     scheduler, allocator = scheduler.commit(allocator, step, jnp.array([5, 6]))
             ...     return scheduler, allocator, (step.seats < 2).sum()
             >>> prompts = jnp.full((2, 10), 7)  # two equal ones of ten tokens
-            >>> requests = jaxpaged.Requests(prompts, prompt_lengths=jnp.int32(10), max_new_tokens=jnp.int32(3))
-            >>> scheduler, *_ = jax.jit(jaxpaged.Scheduler.submit)(scheduler, allocator, requests)
+            >>> requests = Requests(prompts, prompt_lengths=jnp.int32(10), max_new_tokens=jnp.int32(3))
+            >>> scheduler, *_ = jax.jit(Scheduler.submit)(scheduler, allocator, requests)
             >>> computed = []  # tokens in each step
             >>> while scheduler.has_work:
             ...     scheduler, allocator, num_tokens = one_step(scheduler, allocator)

@@ -21,7 +21,7 @@ MAX_HEAD_START = 2**29  # a key is an arrival less a head start, in int32
 def checked(scheduler: SchedulerState, requests: Requests) -> Requests:
     """The requests as JAX arrays, with each field's rows written out."""
     if not isinstance(requests, Requests):
-        raise ValueError(f"requests must be jaxpaged.Requests; got {type(requests).__name__}.")
+        raise ValueError(f"requests must be jaxpaged.scheduling.Requests; got {type(requests).__name__}.")
     prompts = as_int32(requests.prompts)
     if prompts.ndim != 2 or prompts.dtype != jnp.int32:
         raise ValueError(f"prompts must be int32 [rows, width]; got {prompts.dtype} {list(prompts.shape)}.")

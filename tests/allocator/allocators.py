@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged import BlockAllocator, paged_attention, write_kv
+from jaxpaged import BlockAllocator, paged_attention
+from jaxpaged.ops import write_kv
 
 
 def counts(*values: int) -> jax.Array:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import BlockAllocator, KVCache, paged_attention, write_kv
+from jaxpaged import BlockAllocator, KVCache, paged_attention
+from jaxpaged.ops import write_kv
 from tests.allocator.allocators import assert_same, counts, free_ids
 
 

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import PrefixCache, plot_blocks
+from jaxpaged import PrefixCache
 from jaxpaged._allocator import inspection
 from jaxpaged._allocator.plot import FREE, NULL, WAITING, block_owners
+from jaxpaged.debug import plot_blocks
 from tests.allocator.allocators import counts, make, marks
 
 

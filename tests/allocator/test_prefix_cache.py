@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from jax.extend.random import threefry_2x32
 
-from jaxpaged import BlockAllocator, KVCache, PrefixCache, paged_attention, write_kv
+from jaxpaged import BlockAllocator, KVCache, PrefixCache, paged_attention
 from jaxpaged._allocator import block_hashes, listing
 from jaxpaged._threefry import threefry
+from jaxpaged.ops import write_kv
 from tests.allocator.allocators import counts, free_ids, marks
 
 A, B, C = [1, 2], [3, 4], [5, 6]  # blocks of two tokens

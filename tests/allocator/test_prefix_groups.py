@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import BlockAllocator
-from jaxpaged._allocator.prefix_groups import PrefixGroups
+from jaxpaged.ops import PrefixGroups
 from tests.allocator.allocators import counts, make
 
 

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import BlockAllocator, KVCache, copy_blocks
+from jaxpaged import BlockAllocator, KVCache
+from jaxpaged.ops import copy_blocks
 from tests.allocator.allocators import assert_same, attend, counts, free_ids, make, marks, write
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax import export
 
-from jaxpaged import BlockAllocator, KVCache, PrefixCache, copy_blocks, paged_attention, write_kv
+from jaxpaged import BlockAllocator, KVCache, PrefixCache, paged_attention
+from jaxpaged.ops import copy_blocks, write_kv
 from tests.allocator.allocators import counts, free_ids, marks
 
 

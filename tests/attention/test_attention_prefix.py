@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jaxpaged import paged_attention, tree_mask
-from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._attention import run, shared_prefix, xla
 from jaxpaged._attention.plan import make_plan
 from jaxpaged._attention.public import planned_attention
 from jaxpaged._attention.runs import cut_uniform, join_uniform
+from jaxpaged.ops import PrefixGroups
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, find_groups, make_case, within_budget
 from tests.kernels.interpret import make_call
 from tests.kernels.prefill import packed

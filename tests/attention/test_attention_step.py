@@ -13,18 +13,9 @@ from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxpaged import (
-    AttentionStep,
-    BlockAllocator,
-    CacheLayer,
-    KVCache,
-    _device,
-    paged_attention_reference,
-    tree_mask,
-    write_kv,
-)
-from jaxpaged._allocator.prefix_groups import PrefixGroups
+from jaxpaged import AttentionStep, BlockAllocator, CacheLayer, KVCache, _device, paged_attention_reference, tree_mask
 from jaxpaged._attention.plan import make_plan
+from jaxpaged.ops import PrefixGroups, write_kv
 
 BLOCKS = dict(num_blocks=16, block_size=4)
 SEQS, HEADS, KV_HEADS, HEAD_DIM = 3, 4, 2, 8

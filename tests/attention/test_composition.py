@@ -8,14 +8,8 @@ import numpy as np
 import pytest
 from jax import export
 
-from jaxpaged import (
-    BlockAllocator,
-    CacheLayer,
-    KVCache,
-    paged_attention,
-    paged_attention_reference,
-    write_kv,
-)
+from jaxpaged import BlockAllocator, CacheLayer, KVCache, paged_attention, paged_attention_reference
+from jaxpaged.ops import write_kv
 from tests.cases import OPTIONS, make_case, oracle
 
 CASE = make_case(lengths=(0, 1, 40, 80), options=OPTIONS["all"])

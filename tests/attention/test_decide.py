@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpaged import Engine, KVCache, _device, explain, paged_attention
+from jaxpaged import Engine, KVCache, _device, paged_attention
 from jaxpaged._attention import decide
 from jaxpaged._attention.decide import find_fault, keep_fault
 from jaxpaged._device import GPUS, Gpu
+from jaxpaged.debug import explain
 from tests.cases import make_case
 
 L4, UNTESTED = GPUS["L4"], "a kind of GPU on which they have not been tested"

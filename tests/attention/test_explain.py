@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpaged import KVCache, explain, paged_attention, tree_mask
-from jaxpaged._allocator.prefix_groups import PrefixGroups
+from jaxpaged import KVCache, paged_attention, tree_mask
+from jaxpaged.debug import explain
+from jaxpaged.ops import PrefixGroups
 
 
 def shape(*sizes, dtype=jnp.bfloat16):

@@ -138,7 +138,7 @@ def test_blocks_spread_over_two_devices():
 
     def attend(q, k, tables, lengths):
         options = dict(axis_name="blocks", **case.options)
-        return jaxpaged.context_parallel_attention(q, k, None, tables, lengths, **options)[0]
+        return jaxpaged.ops.context_parallel_attention(q, k, None, tables, lengths, **options)[0]
 
     specs = P(), P(None, "blocks"), P(), P()
     attend = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import merge_attention, paged_attention
+from jaxpaged import paged_attention
+from jaxpaged.ops import merge_attention
 from tests.cases import make_case, oracle
 
 SINKS = np.linspace(-2.0, 4.0, 6, dtype=np.float32)

@@ -8,18 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import (
-    AttentionStep,
-    BlockAllocator,
-    KVCache,
-    explain,
-    paged_attention,
-    paged_attention_reference,
-)
+from jaxpaged import AttentionStep, BlockAllocator, KVCache, paged_attention, paged_attention_reference
 from jaxpaged._attention import xla
 from jaxpaged._attention.call import check_call
 from jaxpaged._attention.choose import choose
 from jaxpaged._device import GPUS
+from jaxpaged.debug import explain
 from tests.attention.conformance import OptionsAlone
 from tests.cases import OPTIONS, jitted_attention, jitted_reference, make_case, oracle
 from tests.kernels.prefill import packed, unpacked

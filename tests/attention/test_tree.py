@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import explain, paged_attention, paged_attention_reference, tree_mask
+from jaxpaged import paged_attention, paged_attention_reference, tree_mask
 from jaxpaged._attention.call import check_call
 from jaxpaged._attention.choose import StaticHints, choose
 from jaxpaged._device import GPUS
+from jaxpaged.debug import explain
 from tests.cases import OPTIONS, Case, assert_within_budget, make_case, oracle
 
 BOTH = [

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import jaxpaged
-from jaxpaged import CacheLayer, KVCache, paged_attention, write_kv
+from jaxpaged import CacheLayer, KVCache, paged_attention
+from jaxpaged.ops import write_kv
 from tests.cases import make_case
 
 SMALL = dict(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8, dtype="float32")

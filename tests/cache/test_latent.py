@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import jaxpaged
-from jaxpaged import KVCache, cache_capacity, rotate_and_write_kv, write_kv
+from jaxpaged import KVCache, cache_capacity
+from jaxpaged.ops import rotate_and_write_kv, write_kv
 
 SIZES = dict(num_kv_heads=1, head_dim=12, value_dim=8)
 KINDS = pytest.mark.parametrize("is_latent", [True, False])
@@ -37,7 +38,7 @@ def same(cache: KVCache, other: KVCache) -> bool:
 @KINDS
 @DTYPES
 def test_tokens_are_where_they_were_written(is_latent, dtype):
-    cache = jaxpaged.widen_kv(filled(is_latent, dtype))
+    cache = jaxpaged.ops.widen_kv(filled(is_latent, dtype))
     k, v = tokens()
     tolerance = 0.02 if dtype == "int8" else 0
     np.testing.assert_allclose(cache.k[1:3].reshape(4, 1, 12), k, atol=tolerance)
@@ -55,13 +56,13 @@ def test_tokens_are_where_they_were_written(is_latent, dtype):
 def test_blocks_move_with_every_bit(is_latent, dtype, num_layers):
     cache = filled(is_latent, dtype, num_layers)
     ids, others = jnp.asarray([1, 2]), jnp.asarray([2, 3])
-    copied = jax.jit(jaxpaged.copy_blocks)(cache, ids, others)
+    copied = jax.jit(jaxpaged.ops.copy_blocks)(cache, ids, others)
     tables, lengths = jnp.asarray([[2, 3]]), jnp.asarray([4])
-    contiguous = jaxpaged.gather_kv(copied, tables, lengths)
+    contiguous = jaxpaged.ops.gather_kv(copied, tables, lengths)
     axes = 0 if num_layers is None else 1
     expected = np.asarray(cache.k, np.float32).take([1, 2], axes)
     assert (np.asarray(contiguous.k, np.float32).reshape(expected.shape) == expected).all()
-    assert same(jaxpaged.scatter_kv(cache, contiguous, tables, lengths), copied)
+    assert same(jaxpaged.ops.scatter_kv(cache, contiguous, tables, lengths), copied)
 
 
 @DTYPES
@@ -109,9 +110,9 @@ def test_rotary_numbers_in_two(dtype, scale_per, gain, is_layer):
         """Of products of rotary numbers, and of latent numbers."""
         cache = KVCache.create(num_blocks=4, block_size=2, head_dim=width, num_layers=2 if is_layer else None, **kind)
         cache = jaxpaged.CacheLayer(cache, 1) if is_layer else cache
-        split = jaxpaged.split_rotary(cache, q, k) if width == 16 else (q, k)
+        split = jaxpaged.ops.split_rotary(cache, q, k) if width == 16 else (q, k)
         cache = write_kv(cache, split[1], None, slots)
-        stored = jaxpaged.widen_kv(cache.pool if is_layer else cache).k.reshape(-1, 1, width)[-6:-2]
+        stored = jaxpaged.ops.widen_kv(cache.pool if is_layer else cache).k.reshape(-1, 1, width)[-6:-2]
         products = (jnp.einsum("thd,txd->th", each, keys) for each, keys in ((q, k), (split[0], stored)))
         return jnp.abs(jnp.subtract(*products)).max(), jnp.abs(stored - split[1])[..., :8].max()
 
@@ -128,7 +129,7 @@ def test_errors_of_rotary_numbers_in_two():
         (filled(True, "int8"), "the cache's 8 values and half as many rotary numbers as are stored behind them, 4"),
     ):
         with pytest.raises(ValueError, match=message):
-            jaxpaged.split_rotary(cache, k, k)
+            jaxpaged.ops.split_rotary(cache, k, k)
 
 
 def test_errors():
@@ -154,6 +155,6 @@ def test_errors():
         )
     tables, lengths = jnp.asarray([[1]]), jnp.asarray([2])
     with pytest.raises(ValueError, match="values of 8 of the key's numbers"):
-        jaxpaged.scatter_kv(latent, jaxpaged.gather_kv(cache, tables, lengths), tables, lengths)
+        jaxpaged.ops.scatter_kv(latent, jaxpaged.ops.gather_kv(cache, tables, lengths), tables, lengths)
     with pytest.raises(ValueError, match="value_dim at most the width"):
-        jaxpaged.copy_blocks(KVCache(k=latent.k, v=None), jnp.asarray([1]), jnp.asarray([2]))
+        jaxpaged.ops.copy_blocks(KVCache(k=latent.k, v=None), jnp.asarray([1]), jnp.asarray([2]))

@@ -8,15 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import (
-    BlockAllocator,
-    CacheLayer,
-    KVCache,
-    kv_scale,
-    paged_attention,
-    widen_kv,
-    write_kv,
-)
+from jaxpaged import BlockAllocator, CacheLayer, KVCache, paged_attention
+from jaxpaged.ops import kv_scale, widen_kv, write_kv
 from tests.cases import OPTIONS, Case, assert_lse, assert_within_budget, jitted_attention, within_budget
 from tests.compiled import (
     BLOCK_SIZE,

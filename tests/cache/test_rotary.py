@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import KVCache, rotary_attention_factor, rotary_frequencies, rotate_and_write_kv, write_kv
+from jaxpaged import KVCache, rotary_attention_factor, rotary_frequencies
+from jaxpaged.ops import rotate_and_write_kv, write_kv
 
 FREQUENCIES = rotary_frequencies(8)
 CACHES = {

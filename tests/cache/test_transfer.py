@@ -7,14 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import (
-    KVCache,
-    copy_blocks,
-    gather_kv,
-    scatter_kv,
-    widen_kv,
-    write_kv,
-)
+from jaxpaged import KVCache
+from jaxpaged.ops import copy_blocks, gather_kv, scatter_kv, widen_kv, write_kv
 from tests.compiled import BLOCK_SIZE, HEAD_DIM, KV_HEADS, NUM_BLOCKS, cache_sized_copies, inputs
 from tests.transfers import COPIES, EVERY_CACHE, EVERY_DTYPE, block_leaves, filled, ids, numbered, shown
 

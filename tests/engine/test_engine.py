@@ -30,7 +30,6 @@ from jaxpaged import (
     SamplingParams,
     _device,
     generate,
-    rotate_and_write_kv,
 )
 from jaxpaged._engine import runner
 from jaxpaged._engine.books import Sent
@@ -39,6 +38,7 @@ from jaxpaged._engine.kinds import Kind
 from jaxpaged._engine.requests import checked_request, completion_seed
 from jaxpaged._engine.slices import make_attention_step
 from jaxpaged.nnx import PagedAttention
+from jaxpaged.ops import rotate_and_write_kv
 from pallas_kernels.decode import partition_plan
 from tests import toy_model
 from tests.compiled import instructions

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import explain
+from jaxpaged.debug import explain
 from pallas_kernels.common import widen
 from pallas_kernels.decode import softmax
 from tests.cases import OPTIONS, make_case, within_budget

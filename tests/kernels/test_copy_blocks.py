@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged import KVCache, _device, copy_blocks
+from jaxpaged import KVCache, _device
 from jaxpaged._cache import copy_blocks as copying
+from jaxpaged.ops import copy_blocks
 from pallas_kernels.copy_blocks import config as copy_config
 from tests.kernels.interpret import races_found
 from tests.transfers import (

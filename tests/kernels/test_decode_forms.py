@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged import explain, tree_mask
+from jaxpaged import tree_mask
 from jaxpaged._attention.choose import Choice, StaticHints, choose
 from jaxpaged._attention.run import run
+from jaxpaged.debug import explain
 from pallas_kernels.decode import partition_plan
 from pallas_kernels.decode.config import Config
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, within_budget

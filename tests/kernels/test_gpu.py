@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import _device, explain, paged_attention, tree_mask
+from jaxpaged import _device, paged_attention, tree_mask
 from jaxpaged._attention import kernel_cases
 from jaxpaged._attention.choose import Choice, StaticHints, by_decode, choose
 from jaxpaged._attention.launch import Results
 from jaxpaged._attention.run import run
 from jaxpaged._attention.runs import fewest_runs
+from jaxpaged.debug import explain
 from pallas_kernels.decode import config as decode_config
 from pallas_kernels.decode import partition_plan
 from pallas_kernels.decode.partition_plan import PartitionPlan

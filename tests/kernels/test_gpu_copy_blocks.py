@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import KVCache, copy_blocks
+from jaxpaged import KVCache
 from jaxpaged._cache import copy_blocks as copying
+from jaxpaged.ops import copy_blocks
 from tests.compiled import instructions
 from tests.transfers import EVERY_CACHE, block_leaves, by_numpy, ids, random_pairs
 

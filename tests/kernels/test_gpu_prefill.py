@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import paged_attention
-from jaxpaged._allocator.prefix_groups import PrefixGroups
+from jaxpaged.ops import PrefixGroups
 from pallas_kernels.prefill import kernel
 from tests.attention.conformance import FAULTS
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, find_groups, make_case, oracle, paired

@@ -9,15 +9,9 @@ import numpy as np
 import pytest
 from jax import export, lax
 
-from jaxpaged import (
-    BlockAllocator,
-    CacheLayer,
-    KVCache,
-    _device,
-    explain,
-    paged_attention,
-    write_kv,
-)
+from jaxpaged import BlockAllocator, CacheLayer, KVCache, _device, paged_attention
+from jaxpaged.debug import explain
+from jaxpaged.ops import write_kv
 
 SEQS, MAX_BLOCKS, NUM_BLOCKS, BLOCK_SIZE, HEADS, KV_HEADS, HEAD_DIM = 2, 64, 100, 16, 8, 2, 128
 attend = functools.partial(paged_attention, implementation="mosaic_gpu")

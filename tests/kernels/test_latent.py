@@ -7,8 +7,8 @@ import functools
 import jax.numpy as jnp
 import pytest
 
-from jaxpaged import explain
 from jaxpaged._attention.choose import StaticHints, by_decode
+from jaxpaged.debug import explain
 from tests.cases import OPTIONS, make_case
 from tests.kernels.interpret import (
     H100,

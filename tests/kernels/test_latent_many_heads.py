@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import explain
 from jaxpaged._attention.choose import StaticHints, choose
+from jaxpaged.debug import explain
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case
 from tests.kernels.interpret import (
     H100,

@@ -10,11 +10,11 @@ import pytest
 from jax import export
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged import explain
 from jaxpaged._attention import xla
 from jaxpaged._attention.choose import Choice, StaticHints, by_decode, choose
 from jaxpaged._attention.run import run
 from jaxpaged._device import Gpu
+from jaxpaged.debug import explain
 from pallas_kernels.common import sizes
 from tests.attention.conformance import Conformance
 from tests.cases import OPTIONS, assert_within_budget, make_case, within_budget

@@ -10,11 +10,12 @@ import pytest
 from jax import export
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged import _device, explain, paged_attention
+from jaxpaged import _device, paged_attention
 from jaxpaged._attention.choose import StaticHints, by_decode, choose
 from jaxpaged._attention.plan import follows, make_plan, plan_step
 from jaxpaged._attention.public import planned_attention
 from jaxpaged._attention.run import run
+from jaxpaged.debug import explain
 from pallas_kernels.decode import partition_plan
 from tests.cases import OPTIONS, assert_within_budget, make_case, within_budget
 from tests.kernels.interpret import A100, H100, attend, check, make_call, races_found

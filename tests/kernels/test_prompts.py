@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged import explain
-from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._attention import launch, xla
 from jaxpaged._attention.choose import StaticHints, by_decode, choose
 from jaxpaged._attention.run import run
 from jaxpaged._attention.runs import cut_uniform
 from jaxpaged._attention.shared_prefix import split
+from jaxpaged.debug import explain
+from jaxpaged.ops import PrefixGroups
 from tests.cases import OPTIONS, find_groups, make_case, within_budget
 from tests.kernels.interpret import H100, attend, check, make_call, run_without_races
 

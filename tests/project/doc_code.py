@@ -21,10 +21,15 @@ VARIABLES: dict[str, tuple[type, ...]] = {
     "cache": (jaxpaged.KVCache, jaxpaged.CacheLayer),
     "engine": (jaxpaged.Engine,),
     "prefix_cache": (jaxpaged.PrefixCache,),
-    "scheduler": (jaxpaged.Scheduler,),
+    "scheduler": (jaxpaged.scheduling.Scheduler,),
     "step": (jaxpaged.AttentionStep, StepPlan),
 }
-CLASSES = [value for value in vars(jaxpaged).values() if inspect.isclass(value)]
+PUBLIC = {
+    name: getattr(module, name)
+    for module in (jaxpaged, jaxpaged.debug, jaxpaged.ops, jaxpaged.scheduling)
+    for name in module.__all__
+}
+CLASSES = [value for value in PUBLIC.values() if inspect.isclass(value)]
 CLASSES += [jaxpaged.nnx.PagedAttention, jaxpaged.linen.PagedAttention]
 
 
@@ -90,7 +95,7 @@ def named(node: ast.expr) -> list[Any]:
         return [getattr(owner, node.attr) for owner in find_owners(node.value) if hasattr(owner, node.attr)]
     if not isinstance(node, ast.Name):
         return []
-    functions = [getattr(jaxpaged, node.id)] if node.id in jaxpaged.__all__ else []
+    functions = [PUBLIC[node.id]] if node.id in PUBLIC else []
     if node.id in VARIABLES:
         functions += [c.__call__ for c in VARIABLES[node.id] if inspect.isfunction(c.__call__)]
     methods = [] if node.id.startswith("_") else [getattr(c, node.id) for c in CLASSES if hasattr(c, node.id)]

@@ -20,7 +20,8 @@ from benchmarks.figures.memory import seat_lengths
 from benchmarks.harness import by_kernel
 from benchmarks.kernels import cache_ops, decode, points, prefill
 from benchmarks.kernels.points import make_tables, parse, point_tables
-from jaxpaged import copy_blocks, paged_attention, paged_attention_reference
+from jaxpaged import paged_attention, paged_attention_reference
+from jaxpaged.ops import copy_blocks
 
 PROGRAMS = [
     ".".join(path.relative_to(harness.ROOT).with_suffix("").parts)

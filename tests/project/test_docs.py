@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/**/*.md"))]
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (jaxpaged, jaxpaged.linen, jaxpaged.nnx)
+    for module in (jaxpaged, jaxpaged.debug, jaxpaged.linen, jaxpaged.nnx, jaxpaged.ops, jaxpaged.scheduling)
     for name in module.__all__
 }
 
@@ -33,7 +33,7 @@ def test_the_attention_of_the_readme_runs():
     assert len(code.strip().splitlines()) <= 12
     cache, allocator = names["cache"], names["allocator"]
     tables = allocator.block_tables, allocator.lengths
-    assert jaxpaged.explain(names["q"], cache.k, cache.v, *tables, gpu="H100").implementation == "mosaic_gpu"
+    assert jaxpaged.debug.explain(names["q"], cache.k, cache.v, *tables, gpu="H100").implementation == "mosaic_gpu"
 
 
 @pytest.mark.slow

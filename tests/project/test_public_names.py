@@ -17,17 +17,20 @@ import pytest
 import jaxpaged
 import jaxpaged.linen
 import jaxpaged.nnx
-from jaxpaged import AttentionStep, BlockAllocator, CacheLayer, KVCache, PrefixCache, SamplingParams, Scheduler
+from jaxpaged import AttentionStep, BlockAllocator, CacheLayer, KVCache, PrefixCache, SamplingParams
 from jaxpaged._attention.plan import make_plan
+from jaxpaged.scheduling import Scheduler
 
 ROOT = Path(__file__).parents[2]
-VALUES = [getattr(module, name) for module in (jaxpaged, jaxpaged.nnx, jaxpaged.linen) for name in module.__all__]
+MODULES = jaxpaged, jaxpaged.scheduling, jaxpaged.ops, jaxpaged.debug, jaxpaged.nnx, jaxpaged.linen
+PUBLIC = [(module.__name__, getattr(module, name)) for module in MODULES for name in module.__all__]
+VALUES = [value for _, value in PUBLIC]
 CLASSES = [value for value in VALUES if inspect.isclass(value)]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: value.__name__)
-def test_a_public_name_says_where_it_is_public(value):
-    assert value.__module__ in ("jaxpaged", "jaxpaged.nnx", "jaxpaged.linen")
+@pytest.mark.parametrize(("module", "value"), PUBLIC, ids=lambda value: getattr(value, "__name__", value))
+def test_a_public_name_says_where_it_is_public(module, value):
+    assert value.__module__ == module
     assert pickle.loads(pickle.dumps(value)) is value
 
 
@@ -47,9 +50,9 @@ def test_signatures_name_their_types():
     """`ArrayLike`, and not the union that it stands for."""
     methods = [method for owner in CLASSES for _, method in inspect.getmembers(owner, inspect.isfunction)]
     for value in [*VALUES, *methods]:
-        if not isinstance(value, type(jaxpaged.SubmitStatus)):
+        if not isinstance(value, type(jaxpaged.scheduling.SubmitStatus)):
             assert "numpy.ndarray" not in str(inspect.signature(value)), value
-    assert "k: 'ArrayLike'" in str(inspect.signature(jaxpaged.write_kv))
+    assert "k: 'ArrayLike'" in str(inspect.signature(jaxpaged.ops.write_kv))
 
 
 CACHE = KVCache.create(num_blocks=8, block_size=4, num_kv_heads=2, head_dim=16, dtype=jnp.int8)

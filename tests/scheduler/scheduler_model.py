@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxpaged import RequestStatus, SubmitStatus
+from jaxpaged.scheduling import RequestStatus, SubmitStatus
 from tests.allocator_model import Model
 
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import BlockAllocator, PrefixCache, Requests, RequestStatus, Sampling, Scheduler, SubmitStatus
+from jaxpaged import BlockAllocator, PrefixCache
+from jaxpaged.scheduling import Requests, RequestStatus, Sampling, Scheduler, SubmitStatus
 from tests.compiled import instructions
 
 # Sizes of the loops. The pool holds four sequences at their limit, or all seats and more.
@@ -306,7 +307,7 @@ def test_text_and_misuse():
         r"stop_ids must be int32 \[2, n\], n at most 4 .*; got int32 \[2, 5\]": lambda: submit(
             stop_ids=jnp.zeros((2, 5), jnp.int32)
         ),
-        "requests must be jaxpaged.Requests; got ArrayImpl": lambda: scheduler.submit(allocator, prompts),
+        "requests must be jaxpaged.scheduling.Requests; got ArrayImpl": lambda: scheduler.submit(allocator, prompts),
         "got num_seqs=3 of the allocator, 1 of the scheduler.": lambda: scheduler.admit(other),
     }
     few = dict(max_requests=2, num_seqs=1, max_length=3)

@@ -22,7 +22,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jaxpaged import BlockAllocator, PrefixCache, Requests, RequestStatus, Sampling, Scheduler, SubmitStatus
+from jaxpaged import BlockAllocator, PrefixCache
+from jaxpaged.scheduling import Requests, RequestStatus, Sampling, Scheduler, SubmitStatus
 from tests.allocator_model import Model
 from tests.scheduler.scheduler_model import PrefixSchedulerModel, SchedulerModel
 

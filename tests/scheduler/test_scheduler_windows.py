@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import BlockAllocator, PrefixCache, Requests, RequestStatus, Scheduler
+from jaxpaged import BlockAllocator, PrefixCache
+from jaxpaged.scheduling import Requests, RequestStatus, Scheduler
 from tests.toy_model import without_blocks
 
 WINDOWS, REQUESTS, SEATS, MAX_LENGTH, BLOCK_SIZE, NUM_BLOCKS, CHUNK = (None, 3, 6), 6, 3, 20, 2, 22, 5

@@ -1,0 +1,10 @@
+"""Tools for wrong tokens and slow calls: checks at run time, the chosen kernel, a picture of the blocks."""
+
+from jaxpaged._allocator.plot import plot_blocks
+from jaxpaged._attention.explain import Explanation, explain
+from jaxpaged._debug import debug_checks
+from jaxpaged._publish import publish as _publish
+
+__all__ = ["Explanation", "debug_checks", "explain", "plot_blocks"]
+
+_publish(globals())

@@ -78,7 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     store = open_store(f"rollout_{options.model}", options, prompts=options.prompts, completions=COMPLETIONS)
     weights, begin = random_weights(CONFIGS[options.model]), time.perf_counter()
     engine = create_engine(options.model, weights, prefix_cache=True, compiler_options=options.xla)
-    print(f"compiled in {time.perf_counter() - begin:.0f} s, {engine.stats().max_num_seqs} requests at once", flush=True)
+    print(
+        f"compiled in {time.perf_counter() - begin:.0f} s, {engine.stats().max_num_seqs} requests at once", flush=True
+    )
     scaled = jax.jit(lambda weights: jax.tree.map(lambda x: x * jnp.asarray(1.01, x.dtype), weights))
     longest = SIZES[options.model].longest
     engine.rollout([[1, 2, 3]], SamplingParams(max_tokens=4, n=2))

@@ -574,6 +574,7 @@ def test_what_can_never_be_served_is_refused_with_its_reason():
         "temperature must be a number of at least 0; got temperature='1'": lambda: SamplingParams(temperature="1"),
         "temperature must be .*; got temperature=1e[+]39": lambda: SamplingParams(temperature=1e39),
         "top_p must be a number .*; got top_p=None": lambda: SamplingParams(top_p=None),
+        "min_p must be a number from 0 to 1; got min_p=-0.1": lambda: SamplingParams(min_p=-0.1),
         "max_tokens must be an int; got max_tokens=True": lambda: SamplingParams(max_tokens=True),
         "top_k must be at least -1; got top_k=-2": lambda: SamplingParams(top_k=-2),
         r"logprobs must be True or False; got logprobs=5\. They are of the": lambda: SamplingParams(logprobs=5),

@@ -8,6 +8,7 @@ import logging
 import re
 import threading
 import time
+import warnings
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from jaxpaged import (
     generate,
     rotate_and_write_kv,
 )
-from jaxpaged._engine import runner
+from jaxpaged._engine import program, runner
 from jaxpaged._engine.books import Sent
 from jaxpaged._engine.defaults import chosen_steps
 from jaxpaged._engine.kinds import Kind
@@ -596,6 +597,27 @@ def test_a_request_beyond_the_pool_is_refused():
     assert checked_request([1], SamplingParams(max_tokens=8), options)
     with pytest.raises(ValueError, match=r"10 tokens need 6 blocks of 4, .*: 9 tokens fit"):
         checked_request([1], SamplingParams(max_tokens=9), options)
+
+
+@pytest.mark.parametrize("is_tight", [True, False])
+def test_logits_of_every_token_that_need_much_memory_are_warned_of(is_tight, monkeypatch):
+    def with_logits(*args):
+        caches, hidden = toy_model.apply(*args)
+        return caches, toy_model.head(args[0], hidden)
+
+    num_bytes = (toy_model.SEATS + 16) * VOCAB * 4
+    monkeypatch.setattr(_device, "memory", lambda: (0, 19 * num_bytes if is_tight else 21 * num_bytes))
+    monkeypatch.setattr(program, "check_memory", lambda *_: None)
+    expected = pytest.warns(UserWarning, match="apply makes logits for each token") if is_tight else not_warned()
+    with toy_model.not_compiled(), expected:
+        create_engine(model=with_logits, head=None)
+
+
+@contextlib.contextmanager
+def not_warned():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
 
 
 def test_token_ids_outside_the_vocabulary_are_refused():

@@ -11,17 +11,18 @@ from typing import Any
 import jaxpaged
 import jaxpaged.linen
 import jaxpaged.nnx
+from jaxpaged._scheduler import records
 
 ROOT = Path(__file__).parents[2]
 OWN = ("benchmarks", "docs", "examples", "jaxpaged", "pallas_kernels", "tests", "tools")
 # What a variable of these names is in the docs.
 VARIABLES: dict[str, tuple[type, ...]] = {
     "allocator": (jaxpaged.BlockAllocator,),
-    "attend": (jaxpaged.StepAttention,),
     "cache": (jaxpaged.KVCache, jaxpaged.CacheLayer),
     "engine": (jaxpaged.Engine,),
     "prefix_cache": (jaxpaged.PrefixCache,),
     "scheduler": (jaxpaged.Scheduler,),
+    "step": (jaxpaged.AttentionStep, records.Step),  # a model's, and what a scheduler has planned
 }
 CLASSES = [value for value in vars(jaxpaged).values() if inspect.isclass(value)]
 CLASSES += [jaxpaged.nnx.PagedAttention, jaxpaged.linen.PagedAttention]

@@ -28,7 +28,7 @@ def lora(x: ArrayLike, a: ArrayLike, b: ArrayLike, ids: ArrayLike) -> jax.Array:
         x: `[tokens, features]`, the layer's input.
         a: `[adapters, rank, features]`.
         b: `[adapters, rank, outputs]`.
-        ids: int32 `[tokens]`, the adapter of each token, as in `StepAttention.adapters`; -1: none.
+        ids: int32 `[tokens]`, the adapter of each token, as in `AttentionStep.adapters`; -1: none.
 
     Returns:
         `[tokens, outputs]`, in x's dtype.

@@ -94,8 +94,9 @@ def noise_of(seed, position, draw):
     return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))
 
 
-def kept(weights, top_k, top_p):
+def kept(weights, top_k, top_p, min_p):
     """By sorting: which tokens may be drawn."""
+    weights = np.where(weights >= min_p * weights.max(), weights, 0)
     order = np.argsort(-weights, kind="stable")
     ordered = weights[order]
     if 0 < top_k < len(ordered):
@@ -109,10 +110,10 @@ def kept(weights, top_k, top_p):
 def drawn(scores, params, position):
     """Of the tokens drawn as if top_p were 1, the first that is kept; if none is, one drawn from those kept."""
     weights = np.exp(scores - scores.max())
-    is_of_top_k, is_kept = kept(weights, params.top_k, 1), kept(weights, params.top_k, params.top_p)
+    is_before_top_p, is_kept = (kept(weights, params.top_k, top_p, params.min_p) for top_p in (1, params.top_p))
     draws = map(np.int32, range(DRAWS + 1))
     *noise, last = (noise_of(np.uint32(params.seed), np.int32(position), draw) for draw in draws)
-    tokens = np.where(is_of_top_k, scores + np.stack(noise), -np.inf).argmax(axis=1)
+    tokens = np.where(is_before_top_p, scores + np.stack(noise), -np.inf).argmax(axis=1)
     if is_kept[tokens].any():
         return tokens[is_kept[tokens].argmax()]
     return np.where(is_kept, scores + last, -np.inf).argmax()

@@ -71,16 +71,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8b", choices=tuple(CONFIGS))
     parser.add_argument("--prompts", type=int, default=PROMPTS)
-    parser.add_argument("--seats", type=int, help="instead of the engine's own")
     add_xla(parser)
     add_output(parser)
     options = parser.parse_args(arguments)
     options.toy = options.model == "toy"
     store = open_store(f"rollout_{options.model}", options, prompts=options.prompts, completions=COMPLETIONS)
     weights, begin = random_weights(CONFIGS[options.model]), time.perf_counter()
-    seats = {"max_num_seqs": options.seats} if options.seats else {}
-    engine = create_engine(options.model, weights, prefix_cache=True, compiler_options=options.xla, **seats)
-    print(f"compiled in {time.perf_counter() - begin:.0f} s, {engine.stats().max_num_seqs} seats", flush=True)
+    engine = create_engine(options.model, weights, prefix_cache=True, compiler_options=options.xla)
+    print(
+        f"compiled in {time.perf_counter() - begin:.0f} s, {engine.stats().max_num_seqs} requests at once", flush=True
+    )
     scaled = jax.jit(lambda weights: jax.tree.map(lambda x: x * jnp.asarray(1.01, x.dtype), weights))
     longest = SIZES[options.model].longest
     engine.rollout([[1, 2, 3]], SamplingParams(max_tokens=4, n=2))

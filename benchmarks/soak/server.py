@@ -6,6 +6,9 @@ They ask for 4 to 48 tokens, 1 to 4 completions, whole or streamed, some with a 
 that of examples/generate.py, character by character; answers with a seed must say the same whenever the same is asked.
 In the end no request is lost, all blocks are free, and SIGTERM ends the server with 0. The pool has a quarter of the
 blocks that the seats may need.
+
+Then the requests of lm-eval, guidellm and others (`client_patterns.py`) are sent, each kind for two minutes from one
+client and from fifty. They must not get slower.
 """
 
 import argparse
@@ -13,6 +16,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import random
 import re
@@ -30,6 +34,7 @@ from openai import AsyncOpenAI
 
 from benchmarks.checks import require
 from benchmarks.harness import ROOT, add_output, open_store
+from benchmarks.soak.client_patterns import PATTERNS, check_drift, drift, run_pattern
 from lib.checkpoint import default_path, read_checkpoint
 from lib.text_stream import HALF, first_stop
 from lib.tokenizer import Tokenizer
@@ -198,6 +203,20 @@ def quantiles(values: list[float]) -> tuple[float, float]:
     return statistics.median(values), statistics.quantiles(values, n=100)[98]
 
 
+def soak_patterns(address: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Each client's pattern by itself, from one client and from many. Raises `AssertionError` if it gets slower."""
+    host, port = address.removeprefix("http://").split(":")
+    results = {}
+    for pattern, num_clients in itertools.product(PATTERNS, args.pattern_clients):
+        name = f"{pattern.name}, {num_clients} clients"
+        timed = run_pattern(pattern, host=host, port=int(port), num_clients=num_clients, seconds=args.pattern_seconds)
+        check_drift(name, timed)
+        median_s = dict(zip(("first_quarter", "last_quarter"), drift(timed), strict=True))
+        results[name] = dict(requests=len(timed), median_s=median_s)
+        print(f"{name}: {results[name]}")
+    return results
+
+
 @contextlib.contextmanager
 def serving(options: list[str]) -> Iterator[str]:
     """The address of a server, which SIGTERM ends with 0."""
@@ -220,6 +239,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--pattern-clients", type=int, nargs="+", default=[1, 50], metavar="N", help="default: 1 50")
+    parser.add_argument("--pattern-seconds", type=float, default=120, help="for each pattern; default: %(default)s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", help="as that of examples/serve.py")
     parser.add_argument("--prefix-cache", action="store_true", help="as that of examples/serve.py")
@@ -235,14 +256,17 @@ def main() -> None:
         f"--max-model-len={MAX_TOKENS}",
         f"--num-blocks={BLOCKS}",
         # Those who left keep their places until the engine knows.
-        f"--max-queue={2 * args.clients * MOST_COMPLETIONS}",
+        f"--max-queue={2 * max(args.clients, *args.pattern_clients) * MOST_COMPLETIONS}",
         *(["--prefix-cache"] if args.prefix_cache else []),
     ]
     with serving(options) as address:
         result = asyncio.run(soak(address, tokenizer, expected, args))
         for name, value in result.items():
             print(f"{name:>16}  {value}")
+        patterns = soak_patterns(address, args)
     store.add(f"{args.clients} clients", result)
+    for name, of_pattern in patterns.items():
+        store.add(name, of_pattern)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from lib.fields import Fields
 
 READ = {"model", "n", "stream", "stream_options", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop"}
 READ |= {"logprobs", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"}
-READ |= {"return_token_ids"}
+READ |= {"min_p", "return_token_ids"}
 READ_IN_TEXT = {"prompt", "echo", "add_special_tokens"}
 READ_IN_MESSAGES = {"messages", "tools", "tool_choice", "documents", "chat_template_kwargs", "reasoning_effort"}
 READ_IN_MESSAGES |= {"add_generation_prompt", "continue_final_message"}
@@ -27,7 +27,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "min_p": (0,),
     "min_tokens": (0,),
     "logit_bias": ({},),
     "bad_words": ([],),

@@ -155,11 +155,12 @@ def read_ask(
 
 
 def _sampling(fields: Fields, vocab_size: int, defaults: Mapping[str, float]) -> dict[str, Any]:
-    usual = dict(temperature=1.0, top_p=1.0, top_k=0) | dict(defaults)
+    usual = dict(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0) | dict(defaults)
     given = {
         "temperature": fields.real("temperature", 0, 2, 0),
         "top_p": max(fields.real("top_p", 0, 1, 0), 1e-30),  # 0: the most likely token, as near as can be
         "top_k": max(fields.whole("top_k", -1, vocab_size, 0), 0),  # -1: all, as 0 is
+        "min_p": fields.real("min_p", 0, 1, 0),
     }
     return {name: usual[name] if fields.get(name, None) is None else value for name, value in given.items()}
 

@@ -1,13 +1,16 @@
-"""The attention function. The way of a call to a kernel:
+"""The attention of a step, and the path of a call to a kernel:
 
-1. `public` takes the arguments, `call` checks them (`options` the options), and they become a `Call`.
-2. `choose` says which kernel computes it, in which configuration, or why none does: it reads shapes only.
-   `plan` says when partitions follow the lengths. `decide` asks it for this machine's GPU, on which the kernels must be
-   right: a self-test tells where nobody has (`kernel_cases`).
-3. `run` makes two calls of one with prefix groups (`shared_prefix`, `merge`), makes the plan, and says what `jit`,
-   `vmap` and `grad` make of a kernel. `_by_kernel` beside this folder decides when a call is lowered.
-4. `launch` makes the operands of the kernel. `runs` cuts the query tokens for it and joins the results.
+1. `attention_step` has the `AttentionStep` that models attend with. Its `attend` writes k and v to the cache, notes
+   the write (`writes`), and passes the cache, tables and plan on to `attend`. `dense_step` stands in for it without a
+   cache.
+2. `public` has `paged_attention`, and `call` checks its arguments (`options` the options). They become a `Call`.
+3. `choose` picks the kernel and its configuration, or says why there is none: it reads shapes only. `plan` says when
+   partitions follow the lengths, and makes the plan of a step. `decide` calls `choose` for this machine's GPU. On an
+   untested GPU a self-test runs first (`kernel_cases`).
+4. `run` splits a call with prefix groups into two (`shared_prefix`, `merge`), makes the plan if the step has none, and
+   defines a kernel under `jit`, `vmap` and `grad`. `jaxpaged/_by_kernel` decides when a call is lowered.
+5. `launch` makes the operands of the kernel. `runs` cuts the query tokens for it and joins the results.
 
-`xla` computes what no kernel does, over `xla_tiles`; `reference` is the definition. `explain` takes the first two steps
-only.
+`xla` computes calls without a kernel, over `xla_tiles`; `reference` is the definition. `explain` does steps 2 and 3
+only. `tree` makes tree masks, and `context_parallel` attends over several devices.
 """

@@ -56,7 +56,7 @@ def follows(call: Call, total_partitions: int) -> bool:
 def plan_pays(gpu: _device.Gpu, *, pairs: int, seen: int) -> bool:
     """Whether a call may take so long that some sequences can be much longer than the others, and that XLA makes the
     plan while the layer before still runs. `pairs` of a sequence and a KV head may see `seen` tokens each."""
-    # [one_kernel_h200, plan_kernels_h100, plans_h100 of benchmarks/results/decisions/]
+    # [one_kernel_h200, plan_kernel_h100, plan_kernels_h100, plans_h100 of benchmarks/results/decisions/]
     return pairs * seen > LONG * gpu.num_sms
 
 

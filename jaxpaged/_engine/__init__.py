@@ -1,19 +1,22 @@
-"""Continuous batching for a model that the caller brings: many steps in one jit, and the host beside them. The way of a
-request:
+"""Continuous batching for a model that the caller brings: many steps in one jit, and the host around them.
 
-1. `engine` takes it. `requests` checks it and makes a row of each completion, which waits in `books`: the host's
-   account of what waits, what is under way and what is on the device.
+A request takes this path:
+
+1. `engine` accepts it. `requests` checks it and makes a row of each completion, which waits in `books`: the host's
+   account of what waits, what has been sent and what is on the device.
 2. `runner` sends a slice and reads the one before it. `books.send` picks the rows that go with it, and
-   `requests.make_inbox` makes an `Inbox` of them (`state`), which crosses as one array (`packing`).
+   `requests.make_inbox` makes an `Inbox` of them (`state`), which is sent as one array (`packing`).
 3. `slices.run_slice` is the program, compiled by `program`: it submits the rows to the scheduler
-   (`jaxpaged/_scheduler`) and runs steps. Before each, `kinds` says how wide it is, and `drafting` what is guessed. In
-   the step, `step_attention` is what the model calls, `prefix_groups` finds what is read once, and `scoring` and
-   `sampling` make tokens of logits.
-4. The `Report` comes back as one array, while the next slice runs. `books.take_places` and `take_tokens` enter it,
+   (`jaxpaged/_scheduler`) and runs steps. Before each, `kinds` chooses its width and `drafting` its drafts.
+   `prefix_groups` finds blocks that the step reads once.
+4. `slices.one_step` makes an `AttentionStep` (`jaxpaged/_attention/attention_step`) and calls the model's `apply`,
+   which returns hidden states of all tokens. `scoring` chooses the rows that need logits, `slices.apply_head` calls the
+   model's `head` on them, and `sampling` draws tokens.
+5. The `Report` comes back as one array, while the next slice runs. `books.take_places` and `take_tokens` enter it,
    `counting` counts, and `requests.make_output` makes what `step` returns.
 
-`options` are the settings of an engine, `defaults` chooses those that are None, and `inputs` checks weights and caches.
-`host_tier` keeps the account of blocks in host memory, `host_copies` moves them. `room` keeps room on a GPU for what
-comes and goes, `rollouts` leaves tokens on the device, `on_mesh` is for several devices, `interrupts` for Ctrl-C, and
-`generate` is an engine for one call.
+`options` has the settings of an engine, `defaults` chooses those that are None, and `inputs` and `pytrees` check
+weights and caches. `host_tier` keeps the account of blocks in host memory, `host_copies` moves them. `room` reserves
+memory on a GPU for arrays in transit, `rollouts` leaves tokens on the device, `on_mesh` is for several devices,
+`interrupts` for Ctrl-C, `progress_bar` for `progress=True`, and `generate` is an engine for one call.
 """

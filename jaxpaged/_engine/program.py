@@ -119,7 +119,7 @@ def warn_of_logits(kinds: tuple[Kind, ...], logits: Any) -> None:
         warnings.warn(
             f"without a head, apply makes logits for each token of a step: up to {most / 1e9:.1f} GB of the "
             f"{memory[1] / 1e9:.1f} GB of this GPU. Pass head=, and return hidden states.",
-            stacklevel=4,
+            stacklevel=5,  # the line that makes the engine
         )
 
 

@@ -23,6 +23,8 @@ class SamplingParams:
         top_k: draw from the k most likely tokens, and those as likely as the k-th; 0 or -1: from all.
         top_p: of these, draw from the most likely tokens that together have this part of their probability; 1: from
             all. Equally likely tokens are kept or cut together.
+        min_p: before `top_p`, cut tokens whose probability, after temperature, is less than this part of the most
+            likely token's; 0: none.
         seed: from 0 to 2^32 - 1. A request's tokens depend on its prompt, its parameters and its seed, not on other
             requests. None: the engine gives each request a seed.
         stop_token_ids: each of these ends the request, and stays its last token. Kept as a tuple.
@@ -45,6 +47,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     n: int = 1
@@ -76,6 +79,7 @@ class SamplingParams:
         wrong = {
             "temperature must be a number of at least 0": not _is_within(self.temperature, 0, MOST),
             "top_p must be a number above 0 and at most 1": not _is_within(self.top_p, LEAST, 1),
+            "min_p must be a number from 0 to 1": not _is_within(self.min_p, 0, 1),
         }
         for message in (message for message, is_wrong in wrong.items() if is_wrong):
             name = message.split()[0]

@@ -87,7 +87,9 @@ def sample(
             which it is drawn.
     """
     is_drawn = sampling.temperature > 0
-    is_cut = is_drawn & (((sampling.top_k > 0) & (sampling.top_k < logits.shape[1])) | (sampling.top_p < 1))
+    is_cut = is_drawn & (
+        ((sampling.top_k > 0) & (sampling.top_k < logits.shape[1])) | (sampling.top_p < 1) | (sampling.min_p > 0)
+    )
     most_likely, best = best_of(logits)
 
     def drawn(logits: jax.Array) -> jax.Array:
@@ -104,7 +106,7 @@ def sample(
         everything = jnp.full_like(best, -jnp.inf)
         least = lax.cond(
             is_cut.any(),
-            lambda x: least_kept(x, best, least_of_top_k(x, sampling), sampling),
+            lambda x: least_kept(x, best, least_before_top_p(x, best, sampling), sampling),
             lambda _: everything,
             logits,
         )
@@ -173,8 +175,8 @@ def with_top_logprobs(
 
 
 def draw_tokens(logits: jax.Array, best: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:
-    """A token of each seat that top_k and top_p keep, int32 `[seats]`. `best` is each seat's largest logit."""
-    draw, least = Draw(logits, best, sampling, positions), least_of_top_k(logits, sampling)
+    """A token of each seat that top_k, min_p and top_p keep, int32 `[seats]`. `best` is each seat's largest logit."""
+    draw, least = Draw(logits, best, sampling, positions), least_before_top_p(logits, best, sampling)
     is_judged = (sampling.temperature > 0) & (sampling.top_p < 1)
     tokens, chosen, mass = draw.propose(0, DRAWS, least)
     enough = jnp.where(is_judged, enough_to_cut(sampling, mass), jnp.inf)
@@ -191,16 +193,18 @@ def draw_tokens(logits: jax.Array, best: jax.Array, sampling: Sampling, position
     return lax.cond(are_cut.any(), draw_again, lambda: token)
 
 
-def least_of_top_k(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """The smallest logit that top_k keeps, float32 `[seats]`."""
+def least_before_top_p(logits: jax.Array, best: jax.Array, sampling: Sampling) -> jax.Array:
+    """The smallest logit that top_k and min_p keep, float32 `[seats]`. `best` is each seat's largest logit."""
     is_cut = (sampling.temperature > 0) & (sampling.top_k > 0) & (sampling.top_k < logits.shape[1])
     everything = jnp.full(logits.shape[0], -jnp.inf, jnp.float32)
     kth = lax.cond(is_cut.any(), lambda x: kth_largest(x, sampling.top_k), lambda _: everything, logits)
-    return jnp.where(is_cut, kth, everything)
+    least_of_min_p = best + jnp.maximum(sampling.temperature, COLDEST) * jnp.log(sampling.min_p)
+    least_of_min_p = jnp.where(sampling.min_p > 0, least_of_min_p, everything)
+    return jnp.maximum(jnp.where(is_cut, kth, everything), least_of_min_p)
 
 
 def least_kept(logits: jax.Array, best: jax.Array, least: jax.Array, sampling: Sampling) -> jax.Array:
-    """The smallest logit that top_k and top_p keep, float32 `[seats]`. `least`: that top_k keeps."""
+    """The smallest logit that is kept, float32 `[seats]`. `least`: that top_k and min_p keep."""
     wide, temperature = logits.astype(jnp.float32), jnp.maximum(sampling.temperature, COLDEST)
     weights = jnp.exp((wide - best[:, None]) / temperature[:, None])
     weights = jnp.where(wide >= least[:, None], weights, 0)
@@ -209,7 +213,8 @@ def least_kept(logits: jax.Array, best: jax.Array, least: jax.Array, sampling: S
 
 
 def enough_to_cut(sampling: Sampling, mass: jax.Array) -> jax.Array:
-    """top_p cuts a token if its betters have at least this mass, float32 `[seats]`. `mass`: of all that top_k keeps.
+    """top_p cuts a token if its betters have at least this mass, float32 `[seats]`. `mass`: of all that top_k and min_p
+    keep.
 
     Never 0: the best has no betters and is kept.
     """

@@ -262,8 +262,8 @@ def apply_model(
     if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
         num_returned = len(returned) if isinstance(returned, tuple | list) else 1
         raise ValueError(f"apply must return (caches, hidden) or (caches, hidden, aux); got {num_returned} values.")
-    new_caches, hidden, *rest = returned
-    for name, tree in (("hidden", hidden), ("aux", rest)):
+    new_caches, hidden, aux = returned if len(returned) == 3 else (*returned, None)
+    for name, tree in (("hidden", hidden), ("aux", aux)):
         for path, leaf in jax.tree.leaves_with_path(tree):
             if not isinstance(leaf, jax.Array) or leaf.shape[:1] != tokens.shape:
                 received = list(leaf.shape) if isinstance(leaf, jax.Array) else type(leaf).__name__
@@ -277,7 +277,7 @@ def apply_model(
     if changed := difference(caches, new_caches):
         raise ValueError(f"apply must return caches like those it was given; {changed}.")
     check_written(caches, new_caches)
-    return new_caches, hidden, rest[0] if rest else None
+    return new_caches, hidden, aux
 
 
 def check_written(caches: Any, new_caches: Any) -> None:

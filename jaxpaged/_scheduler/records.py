@@ -18,6 +18,7 @@ MOST_ADAPTERS = 65_536  # the host sends a flag for each with every slice
 GREEDY: Any = np.float32(0)
 ALL_TOKENS: Any = np.int32(0)
 ALL_PROBABILITY: Any = np.float32(1)
+NO_PROBABILITY: Any = np.float32(0)
 FIRST_SEED: Any = np.uint32(0)
 NO_ADAPTER: Any = np.int32(-1)
 NO_HEAD_START: Any = np.int32(0)
@@ -58,7 +59,8 @@ class Sampling:
     Attributes:
         temperature: float32; 0: greedy. Default: 0.
         top_k: int32; 0 or -1: all tokens. Default: 0.
-        top_p: float32, a part of the probability that top_k keeps; 1: all of it. Default: 1.
+        top_p: float32, a part of the probability that top_k and min_p keep; 1: all of it. Default: 1.
+        min_p: float32, cuts tokens less likely than this part of the likeliest one's probability; 0: none. Default: 0.
         seed: uint32. Default: 0. Sample with `jax.random.fold_in(jax.random.key(seed), length)`, where length is the
             request's. Its tokens then depend neither on its seat, nor on other requests, nor on preemption.
         adapter: int32, which adapter of the model it uses; -1: none. Requests with different ones share no blocks.
@@ -68,6 +70,7 @@ class Sampling:
     temperature: jax.Array = GREEDY
     top_k: jax.Array = ALL_TOKENS
     top_p: jax.Array = ALL_PROBABILITY
+    min_p: jax.Array = NO_PROBABILITY
     seed: jax.Array = FIRST_SEED
     adapter: jax.Array = NO_ADAPTER
 

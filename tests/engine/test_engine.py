@@ -8,6 +8,7 @@ import logging
 import re
 import threading
 import time
+import warnings
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ from jaxpaged import (
     _device,
     generate,
 )
-from jaxpaged._engine import runner
+from jaxpaged._engine import program, runner
 from jaxpaged._engine.books import Sent
 from jaxpaged._engine.defaults import chosen_steps
 from jaxpaged._engine.kinds import Kind
@@ -574,6 +575,7 @@ def test_what_can_never_be_served_is_refused_with_its_reason():
         "temperature must be a number of at least 0; got temperature='1'": lambda: SamplingParams(temperature="1"),
         "temperature must be .*; got temperature=1e[+]39": lambda: SamplingParams(temperature=1e39),
         "top_p must be a number .*; got top_p=None": lambda: SamplingParams(top_p=None),
+        "min_p must be a number from 0 to 1; got min_p=-0.1": lambda: SamplingParams(min_p=-0.1),
         "max_tokens must be an int; got max_tokens=True": lambda: SamplingParams(max_tokens=True),
         "top_k must be at least -1; got top_k=-2": lambda: SamplingParams(top_k=-2),
         r"logprobs must be True or False; got logprobs=5\. They are of the": lambda: SamplingParams(logprobs=5),
@@ -595,6 +597,27 @@ def test_a_request_beyond_the_pool_is_refused():
     assert checked_request([1], SamplingParams(max_tokens=8), options)
     with pytest.raises(ValueError, match=r"10 tokens need 6 blocks of 4, .*: 9 tokens fit"):
         checked_request([1], SamplingParams(max_tokens=9), options)
+
+
+@pytest.mark.parametrize("is_tight", [True, False])
+def test_logits_of_every_token_that_need_much_memory_are_warned_of(is_tight, monkeypatch):
+    def with_logits(*args):
+        caches, hidden = toy_model.apply(*args)
+        return caches, toy_model.head(args[0], hidden)
+
+    num_bytes = (toy_model.SEATS + 16) * VOCAB * 4
+    monkeypatch.setattr(_device, "memory", lambda: (0, 19 * num_bytes if is_tight else 21 * num_bytes))
+    monkeypatch.setattr(program, "check_memory", lambda *_: None)
+    expected = pytest.warns(UserWarning, match="apply makes logits for each token") if is_tight else not_warned()
+    with toy_model.not_compiled(), expected:
+        create_engine(model=with_logits, head=None)
+
+
+@contextlib.contextmanager
+def not_warned():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
 
 
 def test_token_ids_outside_the_vocabulary_are_refused():
@@ -629,7 +652,7 @@ def test_a_model_that_cannot_be_served_is_refused():
         toy_model.create_engine(model=few_rows)
     for aux, message in (
         (jnp.zeros(3), r"aux \[22, \.\.\.\], one row for each token; got \[3\]"),
-        ({"experts": 1}, r"aux \[22, \.\.\.\].*; got int at \[0\]\['experts'\]"),
+        ({"experts": 1}, r"aux \[22, \.\.\.\].*; got int at \['experts'\]"),
         (jnp.zeros(22, jnp.bfloat16), "aux must be of 32 bits or bool; got bfloat16 at its root"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -173,6 +173,7 @@ def requests(config, seed, count=14):
                 temperature=(0.0, 0.7, 1.3)[i % 3],
                 top_k=(0, 5)[i // 2 % 2],
                 top_p=(1.0, 0.8)[i // 4 % 2],
+                min_p=(0.0, 0.05)[i // 3 % 2],
                 seed=int(rng.integers(0, 2**32)),
                 stop_token_ids=((), (3, 17))[i % 2],
                 n=3 if i % 7 == 2 else 1,
@@ -229,7 +230,7 @@ class Checker:
             expected.append(int(drawn(scores, params, position) if params.temperature else row.argmax()))
             if self.config["processed"] and params.temperature:
                 weights = np.exp(scores - scores.max())
-                scores = np.where(kept(weights, params.top_k, params.top_p), scores, -np.inf)
+                scores = np.where(kept(weights, params.top_k, params.top_p, params.min_p), scores, -np.inf)
                 logprobs.append(log_softmax(scores)[text[position]])
             else:
                 logprobs.append(log_softmax(row)[text[position]])

@@ -5,6 +5,7 @@ import dataclasses
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,6 +15,7 @@ from tests.toy_model import (
     BLOCKS,
     MAX_TOKENS,
     TIGHT,
+    apply,
     create_engine,
     fewer_blocks,
     finish,
@@ -51,6 +53,30 @@ def test_a_rollout_is_what_generate_returns_as_arrays(left):
     assert (np.asarray(rollout.weight_versions)[np.asarray(rollout.mask)] == version).all()
     with pytest.raises(ValueError, match="at least one prompt"):
         engine.rollout([], SamplingParams())
+
+
+def test_what_the_model_returns_beside_hidden_states_comes_with_the_tokens():
+    """Here of each token itself, its position and whether it is even; completions are preempted meanwhile."""
+
+    def apply_with_aux(weights, tokens, positions, cache, step):
+        cache, hidden = apply(weights, tokens, positions, cache, step)
+        return cache, hidden, {"where": jnp.stack([tokens, positions], axis=1), "is_even": tokens % 2 == 0}
+
+    engine = create_engine(model=apply_with_aux, widths=(2,))
+    prompts, params = requests(20, seed=3)
+    with fewer_blocks(engine, TIGHT):
+        rollout, outputs = engine.rollout(prompts, params), engine.generate(prompts, params)
+    assert engine.stats().num_preempted > 0
+    completions = [
+        (prompt, completion) for prompt, output in zip(prompts, outputs, strict=True) for completion in output.outputs
+    ]
+    for row, (prompt, completion) in enumerate(completions):
+        num, text = len(completion.token_ids), [*prompt, *completion.token_ids]
+        drawn_from = [[text[i], i] for i in range(len(prompt) - 1, len(text) - 1)]
+        for aux in (completion.aux, jax.tree.map(lambda x, row=row, num=num: x[row, :num], rollout.aux)):
+            assert aux["where"].tolist() == drawn_from
+            assert aux["is_even"].tolist() == [token % 2 == 0 for token, _ in drawn_from]
+        assert not rollout.aux["where"][row, num:].any()
 
 
 def test_a_rollout_that_finds_no_memory_takes_nothing_from_others(monkeypatch):

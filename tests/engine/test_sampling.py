@@ -17,12 +17,13 @@ DRAWN = 4096
 jitted = jax.jit(product.sample)
 
 
-def parameters(temperature, top_k, top_p, seed):
-    temperature, top_k, top_p, seed = np.broadcast_arrays(temperature, top_k, top_p, seed)
+def parameters(temperature, top_k, top_p, min_p, seed):
+    temperature, top_k, top_p, min_p, seed = np.broadcast_arrays(temperature, top_k, top_p, min_p, seed)
     return Sampling(
         temperature=temperature.astype(np.float32),
         top_k=top_k.astype(np.int32),
         top_p=top_p.astype(np.float32),
+        min_p=min_p.astype(np.float32),
         seed=seed.astype(np.uint32),
         adapter=np.full(len(seed), -1, np.int32) if seed.ndim else np.int32(-1),
     )
@@ -35,8 +36,8 @@ def drawn(logits, params, position=5):
     return np.asarray(jitted(logits, params, np.full(seats, position, np.int32), np.bool_(False))[0])
 
 
-def tokens_of(logits, temperature=1, top_k=0, top_p=1, count=DRAWN):
-    return drawn(logits, parameters(temperature, top_k, top_p, np.arange(count)))
+def tokens_of(logits, temperature=1, top_k=0, top_p=1, min_p=0, *, count=DRAWN):
+    return drawn(logits, parameters(temperature, top_k, top_p, min_p, np.arange(count)))
 
 
 @functools.cache
@@ -60,24 +61,26 @@ def test_the_best_is_the_first_of_the_largest(vocab, dtype):
     assert ((of_nan >= 0) & (of_nan < vocab)).all()
 
 
-MIXES = {  # temperature, top_k, top_p
-    "temperature": (1, 0, 1),
-    "warm": (2.5, -1, 1),
-    "top_k": (1, 5, 1),
-    "many top_k": (2, 110, 1),
-    "top_p": (0.7, 0, 0.8),
-    "little top_p": (1.5, 0, 0.3),
-    "both": (1.3, 20, 0.9),
-    "both, many": (3, 200, 0.5),
+MIXES = {  # temperature, top_k, top_p, min_p
+    "temperature": (1, 0, 1, 0),
+    "warm": (2.5, -1, 1, 0),
+    "top_k": (1, 5, 1, 0),
+    "many top_k": (2, 110, 1, 0),
+    "top_p": (0.7, 0, 0.8, 0),
+    "little top_p": (1.5, 0, 0.3, 0),
+    "min_p": (1.2, 0, 1, 0.1),
+    "top_k and top_p": (1.3, 20, 0.9, 0),
+    "many top_k and top_p": (3, 200, 0.5, 0),
+    "all": (1.6, 40, 0.8, 0.05),
 }
 
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_tokens_come_as_often_as_they_are_probable(mix):
-    temperature, top_k, top_p = MIXES[mix]
+    temperature, *cut = MIXES[mix]
     logits = logits_with_ties(300)
     weights = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
-    weights *= kept(weights, top_k, top_p)
+    weights *= kept(weights, *cut)
     expected = weights / weights.sum() * DRAWN
     found = np.bincount(tokens_of(logits, *MIXES[mix]), minlength=logits.size)
     assert len(found) == logits.size
@@ -95,7 +98,7 @@ def test_a_token_is_its_seats_own():
     rng = np.random.default_rng(1)
     logits = (rng.normal(size=(24, 300)) * 2).astype(np.float32)
     logits[:, 200] = logits.max(axis=1)  # two best ones, of which a greedy seat takes the first
-    rows = [(*list(MIXES.values())[i % len(MIXES)], i) if i % 3 else (0, 3, 0.5, i) for i in range(24)]
+    rows = [(*list(MIXES.values())[i % len(MIXES)], i) if i % 3 else (0, 3, 0.5, 0.5, i) for i in range(24)]
     params = parameters(*np.array(rows).T)
     together = drawn(logits, params)
     assert (together[::3] == logits[::3].argmax(axis=1)).all()
@@ -109,7 +112,7 @@ def test_a_token_is_its_seats_own():
 @pytest.mark.parametrize(("top_k", "top_p"), [(1, 1), (0, 1e-38), (0, 1e-6), (5, 1e-6)])
 def test_the_narrowest_keep_the_best(top_k, top_p):
     logits = np.random.default_rng(0).permutation(np.arange(1000, dtype=np.float32) / 1000)
-    assert set(tokens_of(logits, 9, top_k, top_p, 64)) == {logits.argmax()}
+    assert set(tokens_of(logits, 9, top_k, top_p, count=64)) == {logits.argmax()}
 
 
 @pytest.mark.parametrize("top_k", [-1, 0, 300, 301])
@@ -138,7 +141,7 @@ def test_the_draw_after_all_were_cut_has_noise_of_its_own():
 @pytest.mark.parametrize("is_processed", [False, True])
 def test_a_given_token_of_id_0_is_scored(is_processed):
     logits, given = np.float32([[0, 1, 3], [2, 0, 1], [1, 5, 0]]), np.int32([0, 2, -1])
-    params = parameters(0.5, 2, 1, np.arange(3)) if is_processed else parameters(0, 0, 1, np.arange(3))
+    params = parameters(0.5, 2, 1, 0, np.arange(3)) if is_processed else parameters(0, 0, 1, 0, np.arange(3))
     wants = np.bool_(True)
     tokens, logprobs, _ = product.sample(logits, params, np.arange(3), wants, given, is_processed=is_processed)
     expected = np.asarray(jax.nn.log_softmax(logits))
@@ -146,6 +149,23 @@ def test_a_given_token_of_id_0_is_scored(is_processed):
     of_given = product.score(logits, given, wants)[1]
     np.testing.assert_allclose(of_given, [expected[0, 0], expected[1, 2], expected[2, 1]], rtol=1e-6)
     assert tokens[2] in (0, 1)
+
+
+def test_min_p_keeps_from_its_part_of_the_best_on_whatever_the_others_are():
+    """Probabilities 1/2, 1/4, 1/8, ..., after temperature."""
+    logits = -np.log(2) * np.arange(12, dtype=np.float32)
+    for temperature in (1, 0.5, 2):
+        for least, num in ((1, 1), (0.5, 2), (0.3, 2), (0.12, 4), (1e-9, 12)):
+            kept_tokens = set(tokens_of(temperature * logits, temperature, min_p=np.float32(least) * 0.999))
+            assert kept_tokens <= set(range(num))
+            assert len(kept_tokens) >= min(num, 4)
+
+
+def test_top_p_is_a_part_of_what_min_p_keeps():
+    """Of 1/2, 1/4, 1/8 and others, min_p keeps two: the first alone has two thirds of them."""
+    logits = -np.log(2) * np.arange(12, dtype=np.float32)
+    assert set(tokens_of(logits, top_p=0.6, min_p=0.4, count=64)) == {0}
+    assert set(tokens_of(logits, top_p=0.7, min_p=0.4, count=64)) == {0, 1}
 
 
 def test_top_p_takes_no_more_than_it_needs():
@@ -174,17 +194,17 @@ def test_top_p_is_a_part_of_what_top_k_keeps():
 def test_logits_that_are_no_numbers_end(value):
     logits = np.full((3, 300), value, np.float32)
     logits[1] = np.arange(300)
-    tokens = drawn(logits, parameters(1.0, [5, 1, 81], 0.5, np.arange(3)))
+    tokens = drawn(logits, parameters(1.0, [5, 1, 81], 0.5, 0, np.arange(3)))
     assert tokens[1] == 299
     assert (tokens < 300).all()
-    assert (drawn(logits[:, :100], parameters(1.0, 0, [1, 0.5, 1], np.arange(3))) < 100).all()
+    assert (drawn(logits[:, :100], parameters(1.0, 0, [1, 0.5, 1], 0, np.arange(3))) < 100).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_logits_are_those_widened(dtype):
     logits = jnp.asarray(logits_with_ties(300), dtype)
     for mix in MIXES.values():
-        assert (tokens_of(logits, *mix, 64) == tokens_of(logits.astype(jnp.float32), *mix, 64)).all()
+        assert (tokens_of(logits, *mix, count=64) == tokens_of(logits.astype(jnp.float32), *mix, count=64)).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -203,7 +223,7 @@ def test_the_kth_largest_is_that_of_a_sort(dtype):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_processed_logprobs_are_those_with_which_tokens_are_drawn(dtype):
     logits = np.asarray(jnp.asarray(logits_with_ties(300), dtype).astype(jnp.float32))
-    mixes = [(0, 5, 0.5), (1, 0, 1 - 2**-24), *MIXES.values()]
+    mixes = [(0, 5, 0.5, 0.5), (1, 0, 1 - 2**-24, 0), *MIXES.values()]
     seats = 8 * len(mixes)
     params = parameters(*np.array([mixes[i % len(mixes)] for i in range(seats)]).T, np.arange(seats))
     given = np.where(np.arange(seats) < 2 * len(mixes), 3, -1).astype(np.int32)
@@ -218,10 +238,10 @@ def test_processed_logprobs_are_those_with_which_tokens_are_drawn(dtype):
     tokens, logprobs, _ = processed(*arguments)
     assert (tokens == jitted(*arguments)[0]).all()
     for i in range(seats):
-        temperature, top_k, top_p = mixes[i % len(mixes)]
+        temperature, *cut = mixes[i % len(mixes)]
         is_own = given[i] < 0 and temperature > 0
         weights = np.exp((logits.astype(np.float64) - logits.max()) / (temperature if is_own else 1))
-        weights *= kept(weights, top_k, top_p) if is_own else 1
+        weights *= kept(weights, *cut) if is_own else 1
         wanted = tokens[i] if given[i] < 0 else given[i]
         assert logprobs[i] == pytest.approx(np.log(weights[wanted] / weights.sum()), abs=1e-5)
     assert (processed(*arguments[:3], np.bool_(False))[1] == 0).all()
@@ -231,7 +251,7 @@ def test_logprobs_are_the_models():
     logits = logits_with_ties(300)
     wide = logits.astype(np.float64)
     expected = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
-    params = parameters([0, 1, 2.0, 0.5], [0, 5, 0, 3], [1, 0.5, 0.9, 1], np.arange(4))
+    params = parameters([0, 1, 2.0, 0.5], [0, 5, 0, 3], [1, 0.5, 0.9, 1], [0, 0, 0.1, 0], np.arange(4))
     arguments = np.tile(logits, (4, 1)), params, np.zeros(4, np.int32)
     tokens, logprobs, _ = jitted(*arguments, np.bool_(True))
     np.testing.assert_allclose(logprobs, expected[np.asarray(tokens)], rtol=1e-5)

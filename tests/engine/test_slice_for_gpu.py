@@ -131,7 +131,14 @@ def latents():
 def sampling():
     _device.is_gpu = lambda: True
     numbers = jnp.zeros(ROWS, jnp.int32)
-    types = dict(temperature=jnp.float32, top_k=jnp.int32, top_p=jnp.float32, seed=jnp.uint32, adapter=jnp.int32)
+    types = dict(
+        temperature=jnp.float32,
+        top_k=jnp.int32,
+        top_p=jnp.float32,
+        min_p=jnp.float32,
+        seed=jnp.uint32,
+        adapter=jnp.int32,
+    )
     params = Sampling(**{name: numbers.astype(dtype) for name, dtype in types.items()})
     return compiled(sample, jnp.zeros((ROWS, 1000), jnp.bfloat16), params, numbers, jnp.bool_(False))
 

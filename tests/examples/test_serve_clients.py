@@ -1,4 +1,4 @@
-"""Requests as real clients send them: recorded bodies of many, and the `openai` client itself."""
+"""Requests as real clients send them: recorded bodies of many, the `openai` client itself, and the soak's patterns."""
 
 import asyncio
 import json
@@ -10,6 +10,7 @@ pytest.importorskip("uvicorn")
 
 import openai
 
+from benchmarks.soak import client_patterns
 from tests.examples.serving import KEY, PROMPT, ask, chat, complete
 
 USER = {"role": "user", "content": "hi"}
@@ -213,3 +214,28 @@ def test_a_day_of_the_openai_client(server):
 
     texts = {answer.choices[0].text for answer in asyncio.run(ask_many())}
     assert texts == {complete(server, max_tokens=4).choices[0].text}
+
+
+@pytest.mark.parametrize("num_clients", [1, 2])
+@pytest.mark.parametrize("pattern", client_patterns.PATTERNS, ids=lambda pattern: pattern.name)
+def test_a_pattern_of_the_soak_is_answered(server, pattern, num_clients):
+    options = dict(host="127.0.0.1", port=server.port, num_clients=num_clients, seconds=0.2, key=KEY)
+    timed = client_patterns.run_pattern(pattern, **options)
+    assert len(timed) >= num_clients
+    assert all(0 <= since < 0.2 < 60 > seconds for since, seconds in timed)
+
+
+def test_requests_that_get_slower_are_noticed():
+    def timed(seconds):
+        since, found = 0.0, []
+        for one in seconds:
+            found.append((since, one))
+            since += one
+        return found
+
+    client_patterns.check_drift("steady", timed([0.1] * 1000))
+    client_patterns.check_drift("with a busy neighbour", timed([0.1] * 600 + [0.5] * 120))
+    with pytest.raises(AssertionError, match="in the first quarter of the time and"):
+        client_patterns.check_drift("slower", timed(0.09 * 1.5 ** (i // 4) for i in range(56)))
+    with pytest.raises(AssertionError, match="only 15 requests"):
+        client_patterns.check_drift("few", timed([1] * 15))

@@ -65,8 +65,8 @@ def test_the_arguments_of_the_template_reach_it():
 
 def test_defaults_of_sampling_hold_for_what_a_request_leaves_out(server):
     defaults = {"temperature": 0.7, "top_p": 0.9, "top_k": 20}
-    params = read(body(temperature=1.5, top_k=-1), defaults=defaults).params
-    assert (params.temperature, params.top_p, params.top_k) == (1.5, 0.9, 0)
+    params = read(body(temperature=1.5, top_k=-1, min_p=0.1), defaults=defaults).params
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.5, 0.9, 0, 0.1)
     expected = complete(server, temperature=0).choices[0].text
     with running(dataclasses.replace(server.service, sampling_defaults={"temperature": 0.0})) as greedy_server:
         assert json.loads(ask(greedy_server.port, body=body(prompt=PROMPT))[2])["choices"][0]["text"] == expected

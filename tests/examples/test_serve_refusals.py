@@ -39,6 +39,7 @@ REFUSED = [
     (body(temperature=10**400), 400, "temperature must be a number from 0 to 2; got 1000"),
     (body(top_p=1.01), 400, "top_p must be a number from 0 to 1; got 1.01."),
     (body(top_k=-2), 400, "top_k must be a whole number from -1 to 300; got -2."),
+    (body(min_p=1.5), 400, "min_p must be a number from 0 to 1; got 1.5."),
     (body(seed=2**63), 400, "seed must be a whole number from -9223372036854775808 to 9223372036854775807"),
     (body(n=0), 400, "n must be a whole number from 1 to 16; got 0."),
     (body(stop=["a"] * 33), 400, "stop must be a text or at most 32 texts"),

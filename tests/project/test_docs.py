@@ -1,5 +1,6 @@
 """The examples of the README and the docs run, their links lead somewhere, and the site has all that is public."""
 
+import ast
 import inspect
 import re
 from pathlib import Path
@@ -23,8 +24,15 @@ PUBLIC = {
 }
 
 
+def test_the_model_of_the_readme_runs(capsys):
+    _, code, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    with jax.numpy_dtype_promotion("strict"):
+        exec(code, {})
+    assert [len(ast.literal_eval(line)) for line in capsys.readouterr().out.splitlines()] == [8, 8]
+
+
 def test_the_attention_of_the_readme_runs():
-    _, code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    *_, code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     with jax.numpy_dtype_promotion("strict"):
         names: dict = {}
         exec(code, names)
@@ -38,7 +46,7 @@ def test_the_attention_of_the_readme_runs():
 
 @pytest.mark.slow
 def test_the_text_of_the_readme_is_what_its_model_says(optimised, capsys):
-    code, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     exec(code, {})
     said = re.search(r"# (The capital.*)", code)[1]
     assert capsys.readouterr().out.splitlines()[0] == said
@@ -87,7 +95,7 @@ def test_links_and_names_lead_somewhere(page):
         "| `append(num_tokens, max_tokens=n)` |",
         "`Engine(apply, weights, caches, seats=4)`",
         "```\ncache = write_kv(cache, k, v, slots, 3)   writes\n```",
-        "```\nq = project and rotate\nout = attend(q, cache, allocator, window=3)\n```",
+        "```\nq = project and rotate\ncache, out = step.attend(q, k, v, cache, window=3)\n```",
         "`tests/test_nothing.py`",
         "`pallas_kernels/nothing`",
         "`h100/nothing.json`",

@@ -23,7 +23,7 @@ CALLS = {
     "KVCache.create": lambda dtype: KVCache.create(num_blocks=2, block_size=8, **SIZES, dtype=dtype),
     "cache_capacity": lambda dtype: jaxpaged.cache_capacity(10**6, [8], num_layers=1, **SIZES, dtype=dtype),
     "generate": lambda dtype: jaxpaged.generate(
-        None, None, [[1]], SamplingParams(), num_layers=1, **SIZES, dtype=dtype
+        None, None, [[1]], SamplingParams(), head=None, num_layers=1, **SIZES, dtype=dtype
     ),
     "kv_scale": lambda dtype: jaxpaged.ops.kv_scale(jnp.ones((2, 8)), dtype, "head"),
     "widen_kv": lambda dtype: jaxpaged.ops.widen_kv(KVCache.create(num_blocks=2, block_size=8, **SIZES), dtype),

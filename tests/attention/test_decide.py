@@ -150,5 +150,5 @@ def test_an_engine_tests_when_it_is_made(monkeypatch, arrays):
     monkeypatch.setattr(_device, "is_gpu", lambda: True)
     cache = KVCache.create(num_blocks=4, block_size=16, num_kv_heads=1, head_dim=32)
     with pytest.raises(ValueError, match="apply"):  # which is looked at after the test
-        Engine(lambda *_: None, {}, cache)
+        Engine(lambda *_: None, {}, cache, head=None)
     assert "window" in explain(*arrays).reason

@@ -21,6 +21,7 @@ from jaxpaged._cache.kv_cache import KVCache, map_blocks
 from jaxpaged._cache.transfer import put_blocks, take_blocks
 from jaxpaged._engine.inputs import caches_in
 from jaxpaged._engine.on_mesh import whole_beside
+from jaxpaged._engine.options import ResolvedOptions
 from jaxpaged._engine.requests import CompletionState
 from jaxpaged._engine.room import keep_room
 from jaxpaged._engine.state import State
@@ -92,12 +93,8 @@ class HostCopies:
     def __init__(self, host_cache_bytes: int, state: State, mesh: Mesh | None, compiler_options: dict[str, Any]):
         scheduler, allocator = state.scheduler, state.allocator
         self.num_blocks, self.block_size = allocator.num_blocks, allocator.block_size
-        max_model_len, windows = scheduler.tokens.shape[1], allocator.windows
-        if scheduler.prefixes is None or windows != (None,):
-            raise ValueError(
-                "host_cache_bytes keeps full blocks of a prefix cache, of one group of layers: pass prefix_cache=True, "
-                f"a max_model_len of at least {self.block_size}, and no windows; got {max_model_len=}, {windows=}."
-            )
+        max_model_len = scheduler.tokens.shape[1]
+        assert scheduler.prefixes is not None  # see `check_host_tier`
         self.salts = np.asarray(scheduler.prefixes.salt).tolist()
         of_block = sum(pool.nbytes // self.num_blocks for _, pool in block_arrays(state.caches))
         # As many as make a large copy, but few; a power of two.
@@ -227,6 +224,17 @@ def block_arrays(caches: Any) -> list[tuple[KVCache, jax.Array]]:
     for each in caches_in(caches):
         map_blocks(functools.partial(note, each), each)
     return found
+
+
+def check_host_tier(options: ResolvedOptions) -> None:
+    """Raises `ValueError` for a host tier of an engine that keeps no blocks for it."""
+    max_model_len, block_size, windows = options.max_model_len, options.block_size, options.windows
+    has_blocks = options.prefix_cache and max_model_len >= block_size and windows == (None,)
+    if options.host_cache_bytes is not None and not has_blocks:
+        raise ValueError(
+            "host_cache_bytes keeps full blocks of a prefix cache, of one group of layers: pass prefix_cache=True, "
+            f"a max_model_len of at least {block_size}, and no windows; got {max_model_len=}, {windows=}."
+        )
 
 
 def take_out(state: State, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, list[Page]]:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxpaged._engine.books import Books, Sent
 from jaxpaged._engine.counting import count_report
 from jaxpaged._engine.drafting import Draft
-from jaxpaged._engine.host_copies import HostCopies
+from jaxpaged._engine.host_copies import HostCopies, check_host_tier
 from jaxpaged._engine.host_tier import HostTier, Moves
 from jaxpaged._engine.inputs import find_deleted, keys_and_values, own
 from jaxpaged._engine.interrupts import without_interrupts
@@ -67,6 +67,7 @@ class Runner:
     ):
         self.books, self.options = books, options
         self.mesh = find_mesh(caches)
+        check_host_tier(options)
         setup, weights, state = first_state(apply, head, weights, caches, draft, self.mesh, options)
         self.kinds = setup.kinds
         self.weights, self.state_of_slice = weights, state

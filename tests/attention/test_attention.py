@@ -88,6 +88,7 @@ def test_partitions_of_xla_fill_a_gpu(shape, partitions):
             block_tables=jax.ShapeDtypeStruct((seqs, capacity // block_size), jnp.int32),
             lengths=jax.ShapeDtypeStruct((seqs,), jnp.int32),
             options=AttentionOptions(scale=jax.ShapeDtypeStruct((), jnp.float32)),
+            value_dim=128,
         )
         return xla.default_partitions(a, on_gpu=on_gpu)
 

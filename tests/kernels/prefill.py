@@ -46,7 +46,7 @@ def attend(
     q = jnp.asarray(packed(case.q, counts))
     q = jnp.concatenate([q, jnp.full((PADDING, *q.shape[1:]), jnp.nan, q.dtype)])
     starts = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
-    arrays = q, a.k_cache, a.v_cache, a.block_tables, a.lengths, a.options, starts
+    arrays = q, a.k_cache, a.v_cache, a.block_tables, a.lengths, a.options, a.value_dim, starts
     kernel = "paged_prefill" if portable_for is None else "portable_prefill"
     choice = Choice(kernel, config, interpret=interpret)
     return run(choice, Call(*arrays, causal=causal))

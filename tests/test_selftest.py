@@ -81,7 +81,7 @@ def test_what_is_wrong_is_said(monkeypatch, capsys, fault):
             raise RuntimeError("no such kernel")
         return q * 0, jnp.zeros(q.shape[:3])
 
-    monkeypatch.setattr(selftest, "paged_attention", attention)
+    monkeypatch.setattr(selftest, "planned_attention", attention)
     monkeypatch.setattr(kernel_cases, "CASES", {"bfloat16": {}})
     assert not selftest.report("an A100 8.0", "mosaic_gpu", ["bfloat16"])
     text = capsys.readouterr().out

@@ -25,7 +25,8 @@ AXIS = "devices"
 CACHE = P(None, None, AXIS)  # [blocks, block_size, kv_heads, ...]; a latent, which all heads read, is on every device
 BY_OUTPUTS = ("qkv_proj", "gate_up_proj", "embed_tokens", "lm_head", "q_proj", "q_b_proj", "k_b_proj", "v_b_proj")
 BY_INPUTS = ("o_proj", "down_proj")
-STATIC = ("graph", "eos_ids", "sampling")  # arguments of `prefill` and `decode` in generation.py that are not arrays
+# Arguments of `prefill` and `decode` in generation.py that are not arrays.
+STATIC = ("graph", "eos_ids", "sampling", "share_reads")
 
 
 SHARDED = ("num_heads", "num_kv_heads", "hidden_features", "vocab_size")
@@ -143,13 +144,14 @@ def replicate(mesh: Mesh, tree: Any) -> Any:
 def on_mesh(mesh: Mesh, program: Any) -> Any:
     """`prefill` or `decode` of generation.py on all devices; the arrays' types say how each is sharded."""
     names = tuple(inspect.signature(program).parameters)
-    static = tuple(names.index(name) for name in STATIC)
+    settings_of_program = [name for name in names if name in STATIC]
+    static = tuple(map(names.index, settings_of_program))
 
     @functools.partial(jax.jit, static_argnums=static, donate_argnums=names.index("state"))
     def run(*arguments: Any) -> Any:
         given = dict(zip(names, arguments, strict=True))
         arrays = {name: value for name, value in given.items() if name not in STATIC}
-        settings = {name: given[name] for name in STATIC}
+        settings = {name: given[name] for name in settings_of_program}
         specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, given["state"])
         of_one_device = lambda arrays: program.__wrapped__(**arrays, **settings)  # noqa: E731
         return jax.shard_map(of_one_device, mesh=mesh, out_specs=specs, check_vma=False)(arrays)

@@ -75,7 +75,7 @@ def first_state(
     )
     setup = Setup(
         jax.jit(functools.partial(apply_model, apply), inline=True),
-        None if head is None else jax.jit(head, inline=True),
+        None if head is None else jax.jit(functools.partial(head), inline=True),  # it may have no hash of its own
         kinds,
         options,
         draft,

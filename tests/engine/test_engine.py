@@ -620,6 +620,22 @@ def not_warned():
         yield
 
 
+@dataclasses.dataclass
+class Scaled:
+    """A head without a hash."""
+
+    scale: float
+
+    def __call__(self, weights, hidden):
+        return self.scale * toy_model.head(weights, hidden)
+
+
+def test_a_head_may_be_any_callable():
+    params = SamplingParams(max_tokens=4, temperature=0)
+    (output,) = create_engine(head=Scaled(2.0), batch_invariant=True).generate([[1, 2]], params)
+    assert output.outputs[0].token_ids == continuation(random_weights(), [1, 2], params)[0]
+
+
 def test_token_ids_outside_the_vocabulary_are_refused():
     engine = create_engine(vocab_size=VOCAB, batch_invariant=True)
     for call in (

@@ -49,7 +49,7 @@ class CompletionState:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
-    aux: list[Any] = dataclasses.field(default_factory=list)  # of each slice that brought tokens
+    aux: Any = None  # of each token
     weight_versions: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     # Of the host tier: the keys of its blocks, with the salt for which they are, how many of these it asked for, on the
@@ -69,8 +69,7 @@ class CompletionState:
         self, tokens: list[int], logprobs: list[float], top_logprobs: TopLogprobs | None, aux: Any, version: int
     ) -> None:
         self.token_ids += tokens
-        if aux is not None:
-            self.aux.append(aux)
+        self.aux = aux if self.aux is None else jax.tree.map(lambda *parts: np.concatenate(parts), self.aux, aux)
         self.weight_versions += [version] * len(tokens)
         if self.params.logprobs:
             self.logprobs += logprobs
@@ -186,7 +185,7 @@ def make_output(request_id: int, rows: Sequence[CompletionState]) -> RequestOutp
             row.finish_reason,
             list(row.weight_versions),
             list(row.top_logprobs) if row.params.top_logprobs else None,
-            jax.tree.map(lambda *parts: np.concatenate(parts), *row.aux) if row.aux else None,
+            jax.tree.map(np.copy, row.aux),
         )
         for row in rows
     ]

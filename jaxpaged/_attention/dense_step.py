@@ -10,12 +10,14 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxpaged._attention.attention_step import LayerKeywords
+from jaxpaged._attention.options import check_options
+from jaxpaged._attention.reference import dense_attention
 from jaxpaged._attention.runs import owners
 from jaxpaged._cache.layers import pools_of
 from jaxpaged._cache.rotate import check_interleaved, cos_sin, rotate
 from jaxpaged._integers import as_int32, checked_size
 
-NO_CAP = 1e30  # from here on no cap, as in `paged_attention`
+HOW = ("num_partitions", "implementation")  # options that do not change what is computed
 
 
 @jax.tree_util.register_dataclass
@@ -50,44 +52,28 @@ class DenseStep:
     ) -> tuple[C, jax.Array]:
         """As `AttentionStep.attend`, with no history. The cache is returned as it is, and may be None unless v is."""
         check_interleaved("rotary_frequencies", rotary_frequencies, interleaved=interleaved)
-        shape, value_dim = q.shape, None
-        if v is None:
+        shape, value_dim, is_latent = q.shape, None, v is None
+        if is_latent:
             if cache is None:
                 raise ValueError("a latent layer needs a cache, which knows how many numbers of k are its values.")
             value_dim = pools_of(cache).value_dim  # type: ignore[arg-type]
         q, k = (x.reshape(-1, *x.shape[-2:]) for x in (q, k))
         v = k[..., :value_dim] if v is None else v.reshape(-1, *v.shape[-2:])
-        if len(q) != len(self.positions):
-            raise ValueError(f"q must have the {len(self.positions)} tokens of the step; got {list(shape)}.")
+        num_tokens = len(self.positions)
+        if len(q) != num_tokens:
+            raise ValueError(f"q must have the {num_tokens} tokens of the step; got {list(shape)}.")
         if rotary_frequencies is not None:
             angles = cos_sin(self.positions, jnp.asarray(rotary_frequencies, jnp.float32))
             q, k = (rotate(x, *angles, interleaved=interleaved, start=value_dim or 0) for x in (q, k))
-        out = self._attention(q, k, v, options)
-        return cache, out.astype(q.dtype).reshape(*shape[:-1], -1)
-
-    def _attention(self, q: jax.Array, k: jax.Array, v: jax.Array, options: Any) -> jax.Array:
-        group = q.shape[1] // k.shape[1]
-        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-        k, v = (jnp.repeat(x, group, axis=1) for x in (k, v))
-        scale = options.get("scale")
-        logits = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * (
-            q.shape[-1] ** -0.5 if scale is None else scale
-        )
-        cap, slopes, sinks = (options.get(name) for name in ("logits_soft_cap", "alibi_slopes", "sinks"))
-        if cap is not None:
-            logits = jnp.where(cap < NO_CAP, cap * jnp.tanh(logits / cap), logits)
+        own: Any = {name: option for name, option in options.items() if name not in HOW}
+        checked = check_options(k[None], q.shape[1], num_tokens, is_latent=is_latent, **own)
         distance = self.positions[:, None] - self.positions[None]
-        if slopes is not None:
-            logits -= jnp.asarray(slopes, jnp.float32)[:, None, None] * distance.astype(jnp.float32)[None]
-        is_seen = (self.seqs[:, None] == self.seqs[None]) & (distance >= 0)
-        if (window := options.get("sliding_window")) is not None:
-            is_seen &= distance < window
-        logits = jnp.where(is_seen[None], logits, -jnp.inf)
-        if sinks is not None:
-            column = jnp.broadcast_to(jnp.asarray(sinks, jnp.float32)[:, None, None], (*logits.shape[:2], 1))
-            logits = jnp.concatenate([logits, column], axis=-1)
-        weights = jax.nn.softmax(logits, axis=-1)[..., : len(k)]
-        return jnp.einsum("hqk,khd->qhd", weights, v, precision="highest")
+        visible = (self.seqs[:, None] == self.seqs[None]) & (distance >= 0)
+        if checked.sliding_window is not None:
+            visible &= distance < checked.sliding_window
+        wide = [x.astype(jnp.float32)[None] for x in (q, k, v)]
+        out, _ = dense_attention(wide[0], wide[1], wide[2], distance[None], visible[None], checked)
+        return cache, out.astype(q.dtype).reshape(*shape[:-1], -1)
 
 
 def dense_step(

@@ -13,6 +13,7 @@ from jaxpaged._attention.call import Call, CallKeywords, check_call
 from jaxpaged._attention.runs import cut_packed, join_packed, place_runs
 from jaxpaged._attention.tree import from_rows
 from jaxpaged._one_program import one_program
+from pallas_kernels.common.options import AttentionOptions
 
 
 @overload
@@ -54,7 +55,7 @@ def paged_attention_reference(
     """What `paged_attention` must compute, in float32 at the highest precision.
 
     It takes the arguments and options of `jaxpaged.paged_attention`, except those that only say how to compute it:
-    `implementation`, `num_partitions`, `plan` and `prefix_groups`. It is meant for tests: it gathers the whole table of
+    `implementation`, `num_partitions` and `prefix_groups`. It is meant for tests: it gathers the whole table of
     every sequence and holds `[seqs, heads, q_len, max_blocks * block_size]` logits.
 
     Returns:
@@ -79,8 +80,7 @@ def _attend_packed(call: Call) -> tuple[jax.Array, jax.Array]:
 
 @one_program()
 def _attend(a: Call) -> tuple[jax.Array, jax.Array]:
-    seqs, _, heads, _ = a.q.shape
-    max_blocks = a.block_tables.shape[1]
+    seqs, max_blocks = a.block_tables.shape
     token_positions = jnp.arange(max_blocks * a.block_size, dtype=jnp.int32)  # [tokens]
     tree = from_rows(a.tree_mask, a.lengths)
     query_positions = a.positions(tree)  # [seqs, q_len]
@@ -103,22 +103,35 @@ def _attend(a: Call) -> tuple[jax.Array, jax.Array]:
         if cache_scale is not None:
             factor = jnp.broadcast_to(cache_scale, cache.shape[:3])[ids].reshape(*values.shape[:3], 1)
             values *= jnp.where(seen, factor, 0.0)
-        return jnp.repeat(values, a.group, axis=2)
+        return values
 
     k = gather(a.k_cache, a.options.k_scale)
     v = k[..., : a.value_dim] if a.v_cache is None else gather(a.v_cache, a.options.v_scale)
     q = jnp.where((query_positions >= 0)[..., None, None], a.q, jnp.zeros_like(a.q)).astype(jnp.float32)
-    logits = a.options.scale * jnp.einsum("sqhd,sthd->shqt", q, k, precision=lax.Precision.HIGHEST)
-    if a.options.logits_soft_cap is not None:
-        logits = a.options.logits_soft_cap * jnp.tanh(logits / a.options.logits_soft_cap)
-    if a.options.alibi_slopes is not None:
-        logits -= a.options.alibi_slopes[None, :, None, None] * distance[:, None].astype(jnp.float32)
+    return dense_attention(q, k, v, distance, visible, a.options)
+
+
+def dense_attention(
+    q: jax.Array,  # float32 [seqs, q_len, heads, head_dim]
+    k: jax.Array,  # float32 [seqs, tokens, kv_heads, head_dim]
+    v: jax.Array,  # float32 [seqs, tokens, kv_heads, value_dim]
+    distance: jax.Array,  # int32 [seqs, q_len, tokens], of a query from each token
+    visible: jax.Array,  # bool, the same shape
+    options: AttentionOptions,
+) -> tuple[jax.Array, jax.Array]:
+    """The output and the lse. The window of `options` has been applied to `visible`, and scales to k and v."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    logits = options.scale * jnp.einsum("sqhd,sthd->shqt", q, k, precision=lax.Precision.HIGHEST)
+    if options.logits_soft_cap is not None:
+        logits = options.logits_soft_cap * jnp.tanh(logits / options.logits_soft_cap)
+    if options.alibi_slopes is not None:
+        logits -= options.alibi_slopes[None, :, None, None] * distance[:, None].astype(jnp.float32)
     logits = jnp.where(visible[:, None], logits, -jnp.inf)
 
-    sees_any = (query_positions >= 0)[:, None]  # [seqs, 1, q_len]
+    sees_any = visible.any(axis=-1)[:, None]  # [seqs, 1, q_len]
     columns = logits
-    if a.options.sinks is not None:
-        column = jnp.broadcast_to(a.options.sinks[None, :, None, None], (*logits.shape[:3], 1))
+    if options.sinks is not None:
+        column = jnp.broadcast_to(options.sinks[None, :, None, None], (*logits.shape[:3], 1))
         columns = jnp.concatenate([logits, column], axis=-1)
     lse = jax.nn.logsumexp(columns, axis=-1)  # [seqs, heads, q_len]
     weights = jnp.where(sees_any[..., None], jnp.exp(logits - jnp.where(sees_any, lse, 0.0)[..., None]), 0.0)

@@ -1,6 +1,6 @@
-"""Which caches the layers of a model write, while an engine traces it: two layers that write one cache are a mistake.
+"""Which caches the layers of a model write, while an engine traces it: each must be written, by one layer of a group.
 
-Nothing fails if they do: the second layer overwrites the keys of the first, and the outputs are wrong.
+Nothing fails otherwise: a second layer overwrites the keys of the first, and the outputs are wrong.
 """
 
 import contextlib
@@ -30,12 +30,17 @@ class Writes:
     kept: list[Any]
 
 
+def named_caches(caches: Any) -> list[tuple[str, KVCache]]:
+    """The caches of a pytree, and what to call each of them."""
+    found = jax.tree.leaves_with_path(caches, is_leaf=lambda x: isinstance(x, KVCache))
+    return [(f"caches{jax.tree_util.keystr(path)}", cache) for path, cache in found]
+
+
 @contextlib.contextmanager
 def watch_writes(caches: Any) -> Iterator[None]:
     """Inside, a cache that is written twice by layers of one group raises `ValueError`."""
-    is_cache = lambda x: isinstance(x, KVCache)  # noqa: E731
-    found = jax.tree.leaves_with_path(caches, is_leaf=is_cache)
-    newest = {id(cache.k): (f"caches{jax.tree_util.keystr(path)}", frozenset[int]()) for path, cache in found}
+    found = named_caches(caches)
+    newest = {id(cache.k): (name, frozenset[int]()) for name, cache in found}
     token = _watched.set(Writes(newest, [cache.k for _, cache in found]))
     try:
         yield
@@ -64,6 +69,16 @@ def note_write(before: Any, after: Any, group: int) -> None:
     del writes.newest[id(before.k)]
     writes.newest[id(after.k)] = name, groups | {group}
     writes.kept.append(after.k)
+
+
+def check_written(caches: Any, new_caches: Any) -> None:
+    """Raises `ValueError` if a cache is still the one that `apply` was given."""
+    for (name, before), (_, after) in zip(named_caches(caches), named_caches(new_caches), strict=True):
+        if before.k is after.k:
+            raise ValueError(
+                f"no layer wrote {name}. Call `cache, out = step.attend(q, k, v, cache)` with it, return the cache "
+                "that this returns, and make no more caches than there are layers."
+            )
 
 
 def _trace(x: Any) -> Any:

@@ -12,8 +12,7 @@ from jax import lax
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._attention.attention_step import AttentionStep
-from jaxpaged._attention.writes import watch_writes
-from jaxpaged._cache.kv_cache import KVCache
+from jaxpaged._attention.writes import check_written, watch_writes
 from jaxpaged._engine.drafting import Draft, call_draft
 from jaxpaged._engine.inputs import caches_in
 from jaxpaged._engine.kinds import Kind, count_wait, next_kind
@@ -251,13 +250,12 @@ def apply_model(
     apply: Apply, weights: Any, tokens: jax.Array, positions: jax.Array, caches: Any, step: AttentionStep
 ) -> tuple[Any, Any, Any]:
     """The model over a step's tokens: the new caches, hidden states and `aux`, whose leaves are `[tokens, ...]`."""
-    found = caches_in(caches)
     try:
         with watch_writes(caches):
             returned = apply(weights, tokens, positions, caches, step)
     except StopIteration as failure:
         raise ValueError(
-            f"apply asked for more caches than the engine's {len(found)}: one for each layer."
+            f"apply asked for more caches than the engine's {len(caches_in(caches))}: one for each layer."
         ) from failure
     if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
         num_returned = len(returned) if isinstance(returned, tuple | list) else 1
@@ -278,17 +276,6 @@ def apply_model(
         raise ValueError(f"apply must return caches like those it was given; {changed}.")
     check_written(caches, new_caches)
     return new_caches, hidden, aux
-
-
-def check_written(caches: Any, new_caches: Any) -> None:
-    """Raises `ValueError` if a cache is still the one that `apply` was given."""
-    paths = jax.tree.leaves_with_path(caches, is_leaf=lambda x: isinstance(x, KVCache))
-    for (path, before), after in zip(paths, caches_in(new_caches), strict=True):
-        if before.k is after.k:
-            raise ValueError(
-                f"no layer wrote caches{jax.tree_util.keystr(path)}. Call `cache, out = step.attend(q, k, v, cache)` "
-                "with it, return the cache that this returns, and make no more caches than there are layers."
-            )
 
 
 def apply_head(setup: Setup, weights: Any, hidden: Any, rows: jax.Array | None) -> jax.Array:

@@ -61,19 +61,25 @@ class Drafting:
     num_accepted: jax.Array
 
     @classmethod
-    def create(cls, num_seats: int, num_drafts: int, max_requests: int, hidden: Any = None) -> Drafting:
-        """`hidden`: the types of a token's, to be kept."""
+    def create(cls, num_seats: int, num_drafts: int, max_requests: int) -> Drafting:
+        """It keeps no hidden states: see `with_room`."""
         return cls(
             guesses=jnp.full((num_seats, num_drafts), -1, jnp.int32),
             families=jnp.full(max_requests, -1, jnp.int32),
             priors=jnp.full(num_seats, PRIOR, jnp.float32),
             hits=jnp.zeros(max_requests, jnp.float32),
             tries=jnp.zeros(max_requests, jnp.float32),
-            hidden=jax.tree.map(lambda x: jnp.zeros((num_seats, *x.shape), x.dtype), hidden),
+            hidden=None,
             owners=jnp.full(num_seats, -1, jnp.int32),
             num_drafted=jnp.zeros((), jnp.int32),
             num_accepted=jnp.zeros((), jnp.int32),
         )
+
+    def with_room(self, hidden: Any) -> Drafting:
+        """For the hidden states of tokens of these types; None: they are not kept."""
+        num_seats = len(self.owners)
+        room = jax.tree.map(lambda x: jnp.zeros((num_seats, *x.shape), x.dtype), hidden)
+        return dataclasses.replace(self, hidden=room)
 
     def reset(self, request_ids: jax.Array, families: jax.Array) -> Drafting:
         """New requests of these families, int32 `[n]` both, of whose drafts nothing is known."""

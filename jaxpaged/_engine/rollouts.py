@@ -48,8 +48,8 @@ class Collector:
     """
 
     def __init__(self, rows: Sequence[CompletionState], types: Report):
-        self._types = types
-        self._hashable_types = jax.tree.structure(types), tuple(jax.tree.leaves(types))
+        leaves, tree = jax.tree.flatten(types)
+        self._types, self._aux = (tree, tuple(leaves)), types.aux  # hashable, and those of `aux`
         self._index = {id(row): i for i, row in enumerate(rows)}
         self._shape = len(rows), max(row.params.max_tokens for row in rows)
         self._rollout: Rollout | None = None
@@ -69,8 +69,8 @@ class Collector:
         begin = begins[ordered]
         targets[order] = np.where(begin >= 0, begin + turn, targets[0])
         if self._rollout is None:
-            self._rollout = _empty(self._shape, words, self._types.aux)
-        self._rollout = _put(self._rollout, words, targets, np.int32(version), types=self._hashable_types)
+            self._rollout = _empty(self._shape, words, self._aux)
+        self._rollout = _put(self._rollout, words, targets, np.int32(version), types=self._types)
 
     def result(self) -> Rollout:
         assert self._rollout is not None  # each request has a token at least, or was aborted in a slice

@@ -54,7 +54,7 @@ class State:
             max_length=max_length,
             max_steps=options.steps_per_slice,
             num_stop_ids=options.num_stop_ids,
-            num_drafts=options.num_speculative_tokens,
+            num_drafts=num_drafts,
             num_adapters=options.num_adapters,
             prefix_cache=prefixes,
         )
@@ -79,11 +79,7 @@ class State:
     def with_outputs(self, kinds: Sequence[Kind], options: ResolvedOptions, *, hidden: Any, aux: Any) -> State:
         """With room for what the model returns for a token, of these types. `hidden`: None if no draft reads it."""
         words = num_words(StepOutputs.create(self.scheduler, kinds, options.max_logprobs, aux))
-        drafting = self.drafting
-        if drafting is not None:
-            drafting = Drafting.create(
-                len(drafting.owners), options.num_speculative_tokens, options.max_requests, hidden
-            )
+        drafting = None if self.drafting is None else self.drafting.with_room(hidden)
         outputs = jnp.zeros((options.steps_per_slice, words), jnp.int32)
         return dataclasses.replace(self, outputs=outputs, drafting=drafting)
 

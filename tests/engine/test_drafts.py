@@ -414,7 +414,7 @@ def test_a_head_drafts_from_hidden_states():
 
 def test_a_seat_that_a_request_has_left_keeps_no_hidden_state_of_it():
     # One that is preempted may get tokens in another seat, and come back.
-    drafting, nobody = Drafting.create(2, 1, 8, jax.ShapeDtypeStruct((1,), jnp.float32)), 8
+    drafting, nobody = Drafting.create(2, 1, 8).with_room(jax.ShapeDtypeStruct((1,), jnp.float32)), 8
     owners = []
     for seated, num_new in (((5, 3), (1, 1)), ((5, 3), (0, 1)), ((nobody, 5), (0, 1)), ((5, nobody), (0, 0))):
         rows = jnp.arange(2, dtype=jnp.int32)

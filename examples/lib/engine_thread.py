@@ -125,10 +125,8 @@ class EngineThread:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         self._loop = asyncio.get_running_loop()
-        self._worked, self._since = (
-            time.thread_time(),
-            time.monotonic(),
-        )  # of the event loop, at the last delivery
+        # Of the event loop, at the last delivery.
+        self._worked, self._since = time.thread_time(), time.monotonic()
         self._engine.on_slice_end = functools.partial(self._inbox.put, lambda: None)  # wakes the thread
         with ThreadPoolExecutor(1, thread_name_prefix="engine") as threads:
             ended = self._loop.run_in_executor(threads, self._run)

@@ -144,14 +144,13 @@ def replicate(mesh: Mesh, tree: Any) -> Any:
 def on_mesh(mesh: Mesh, program: Any) -> Any:
     """`prefill` or `decode` of generation.py on all devices; the arrays' types say how each is sharded."""
     names = tuple(inspect.signature(program).parameters)
-    settings_of_program = [name for name in names if name in STATIC]
-    static = tuple(map(names.index, settings_of_program))
+    static = tuple(i for i, name in enumerate(names) if name in STATIC)
 
     @functools.partial(jax.jit, static_argnums=static, donate_argnums=names.index("state"))
     def run(*arguments: Any) -> Any:
         given = dict(zip(names, arguments, strict=True))
         arrays = {name: value for name, value in given.items() if name not in STATIC}
-        settings = {name: given[name] for name in settings_of_program}
+        settings = {name: value for name, value in given.items() if name in STATIC}
         specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, given["state"])
         of_one_device = lambda arrays: program.__wrapped__(**arrays, **settings)  # noqa: E731
         return jax.shard_map(of_one_device, mesh=mesh, out_specs=specs, check_vma=False)(arrays)

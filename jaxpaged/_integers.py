@@ -38,6 +38,17 @@ def known_values(values: ArrayLike) -> np.ndarray | None:
     return np.asarray(values)
 
 
+def checked_query_starts(query_starts: ArrayLike, num_seqs: int) -> jax.Array:
+    """Where each of an allocator's sequences begins among packed tokens, int32 `[num_seqs + 1]`."""
+    starts = as_int32(query_starts)
+    if starts.shape != (num_seqs + 1,) or starts.dtype != jnp.int32:
+        raise ValueError(
+            f"query_starts must be int32 [{num_seqs + 1}], one more than the allocator's sequences; got {starts.dtype} "
+            f"{list(starts.shape)}."
+        )
+    return starts
+
+
 def check_heads(num_heads: int, num_kv_heads: int) -> None:
     """Raises `ValueError` unless each KV head is read by the same number of query heads."""
     if num_kv_heads < 1 or num_heads % num_kv_heads:

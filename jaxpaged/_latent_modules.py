@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.attend import attend_to_history
-from jaxpaged._attention.attention_step import AttentionStep
+from jaxpaged._attention.attention_step import AttentionStep, check_one_group
 from jaxpaged._attention.choose import Implementation
 from jaxpaged._attention.dense_step import DenseStep
 from jaxpaged._attention.merge import merge_attention
@@ -149,6 +149,7 @@ def latent_attention[C: (KVCache, CacheLayer)](
         cache, out = step.attend(absorbed(), stored, None, cache, **how)
         return cache, values(out).reshape(*tokens, -1)
 
+    check_one_group(step)
     slots, starts, allocator = step.slots, step.query_starts, step.allocator
     before, cache = cache, write_kv(cache, stored, None, slots)
     note_write(before, cache, step.group_index)

@@ -69,14 +69,6 @@ def is_whole(array: Any) -> bool:
     return all(mesh.shape[axis] == 1 for axis in jax.tree.leaves(_spec(array)))
 
 
-def check_whole(name: str, array: Any) -> None:
-    """Raises `ValueError` for an array of which an explicit mesh has a part on each device."""
-    if not is_whole(array):
-        raise ValueError(
-            f"{name} must be the same on every device; got {P(*_spec(array))}. Move it with jax.sharding.reshard."
-        )
-
-
 def _map(function: Callable[..., Any], *trees: Any) -> Any:
     return jax.tree.map(function, *trees, is_leaf=_is_none)
 

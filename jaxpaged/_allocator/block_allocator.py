@@ -16,7 +16,7 @@ from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._allocator.sharing import Copies
 from jaxpaged._allocator.state import AllocatorState, Window, checked_windows
 from jaxpaged._debug import check_range
-from jaxpaged._integers import as_int32, checked_size, known_values
+from jaxpaged._integers import as_int32, checked_query_starts, checked_size, known_values
 from jaxpaged._one_program import one_program
 from jaxpaged._public_state import public_state
 
@@ -170,13 +170,7 @@ class BlockAllocator(AllocatorState):
         """
         if self.num_groups > 1:
             raise ValueError(f"the allocator has {self.num_groups} groups; call it on allocator.group(i).")
-        starts = None if query_starts is None else as_int32(query_starts)
-        num_seqs = self.lengths.shape[0]
-        if starts is not None and (starts.shape != (num_seqs + 1,) or starts.dtype != jnp.int32):
-            raise ValueError(
-                f"query_starts must be int32 [{num_seqs + 1}], one more than sequences; got {starts.dtype} "
-                f"{list(starts.shape)}."
-            )
+        starts = None if query_starts is None else checked_query_starts(query_starts, self.lengths.shape[0])
         return self._prefix_groups(checked_size("q_len", q_len), starts)
 
     @one_program("q_len")

@@ -71,8 +71,6 @@ def _check_blocks(cache: KVCache, allocator: BlockAllocator) -> None:
 
 
 def _check_group(allocator: BlockAllocator, window: ArrayLike | None) -> None:
-    if allocator.num_groups > 1:
-        raise ValueError(f"the allocator has {allocator.num_groups} groups; take the step of one with step.group(i).")
     passed = allocator.windows[0]
     if passed is not None and (window is None or (known_int(window) or 0) > passed):
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer, pools_of
 from jaxpaged._cache.rotate import check_interleaved, cos_sin, rotate, rotate_and_write_kv
 from jaxpaged._cache.write import write_kv
-from jaxpaged._integers import as_int32, checked_size
+from jaxpaged._integers import as_int32, checked_query_starts, checked_size
 from jaxpaged._on_shards import is_whole
 from jaxpaged._public_state import public_state
 from pallas_kernels.decode.partition_plan import PartitionPlan
@@ -110,7 +110,7 @@ class AttentionStep:
                 each token's depth plus the length of the history.
             query_starts: int32 `[seqs + 1]`, not descending, where each sequence's tokens begin.
             tree_mask: from `jaxpaged.tree_mask`, for tokens that are not packed.
-            prefix_groups: as an engine passes them.
+            prefix_groups: from `BlockAllocator.prefix_groups`, of these tokens.
             adapters: int32 `[tokens]`.
             num_kv_heads: of the caches; inside `jax.shard_map`, of one device's. The step then decides once how the
                 work of all layers is cut, instead of each layer: make it outside of a scan over layers. None: each
@@ -134,8 +134,8 @@ class AttentionStep:
         """
         slots = as_int32(slots)
         shape, num_seqs = slots.shape[allocator.num_groups > 1 :], allocator.lengths.shape[0]
+        q_len = shape[1] if len(shape) > 1 else 1
         is_packed, num_partitions = query_starts is not None, check_partitions(num_partitions)
-        starts = None if query_starts is None else as_int32(query_starts)
         if slots.dtype != jnp.int32 or len(shape) not in ((1,) if is_packed else (1, 2)):
             raise ValueError(
                 "slots must be int32 [seqs], [seqs, q_len] or with query_starts [tokens], of each group of layers; "
@@ -146,11 +146,7 @@ class AttentionStep:
                 f"slots must have a row for each of the allocator's {num_seqs} sequences; got {list(slots.shape)}. "
                 "Pass query_starts with packed tokens."
             )
-        if starts is not None and (starts.shape != (num_seqs + 1,) or starts.dtype != jnp.int32):
-            raise ValueError(
-                f"query_starts must be int32 [{num_seqs + 1}], one more than the allocator's sequences; got "
-                f"{starts.dtype} {list(starts.shape)}."
-            )
+        starts = None if query_starts is None else checked_query_starts(query_starts, num_seqs)
         if positions is not None:
             positions = as_int32(positions)
             if positions.shape != shape or positions.dtype != jnp.int32:
@@ -161,10 +157,10 @@ class AttentionStep:
         elif starts is not None:
             positions = packed_positions(starts, allocator.lengths, tokens=shape[0])
         else:
-            positions = allocator.positions(shape[1] if len(shape) > 1 else 1).reshape(shape)
+            positions = allocator.positions(q_len).reshape(shape)
         plan = None
         if num_kv_heads is not None and not is_packed and num_partitions is None and is_whole(allocator.lengths):
-            lengths, q_len = allocator.lengths, shape[1] if len(shape) > 1 else 1
+            lengths = allocator.lengths
             if prefix_groups is not None:
                 lengths -= prefix_groups.num_blocks * allocator.block_size
             capacity = allocator.block_tables.shape[-1] * allocator.block_size
@@ -226,7 +222,11 @@ class AttentionStep:
                 group's, or as in `paged_attention`.
             NotImplementedError: as in `paged_attention`.
         """
-        self._check(cache)
+        if not isinstance(cache, KVCache | CacheLayer):
+            raise ValueError(
+                f"attend(q, k, v, cache) takes the cache last, a KVCache or CacheLayer; got {type(cache).__name__}."
+            )
+        check_one_group(self)
         shape, layout = q.shape, self.positions.shape
         q = q.reshape(*layout, *q.shape[-2:])
         k, v = (None if x is None else x.reshape(*layout, *x.shape[-2:]) for x in (k, v))
@@ -244,14 +244,10 @@ class AttentionStep:
             )
         if k is not None:
             note_write(before, cache, self.group_index)
-        return cache, self.read(q, cache, **options).reshape(*shape[:-1], -1)
-
-    def read(self, q: jax.Array, cache: KVCache | CacheLayer, **options: Unpack[LayerKeywords]) -> jax.Array:
-        """Attention from q, in the step's layout and rotated, over a cache that has the step's tokens."""
         follows = all(options.get(name) is None for name in OWN_PARTITIONS)
         if options.get("num_partitions") is None:
             options["num_partitions"] = self.num_partitions
-        return attend(
+        out = attend(
             q,
             cache,
             self.allocator,
@@ -261,14 +257,13 @@ class AttentionStep:
             plan=self.plan if follows and is_whole(q) else None,
             **options,
         )
+        return cache, out.reshape(*shape[:-1], -1)
 
-    def _check(self, cache: Any) -> None:
-        if not isinstance(cache, KVCache | CacheLayer):
-            raise ValueError(
-                f"attend(q, k, v, cache) takes the cache last, a KVCache or CacheLayer; got {type(cache).__name__}."
-            )
-        if self.allocator.num_groups > 1:
-            raise ValueError(
-                f"the step has {self.allocator.num_groups} groups of layers: call step.group(i), with the group of the "
-                "layer, and attend with what it returns."
-            )
+
+def check_one_group(step: AttentionStep) -> None:
+    """Raises `ValueError` for the step of several groups of layers."""
+    if step.allocator.num_groups > 1:
+        raise ValueError(
+            f"the step has {step.allocator.num_groups} groups of layers: call step.group(i), with the group of the "
+            "layer, and attend with what it returns."
+        )

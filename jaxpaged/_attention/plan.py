@@ -81,9 +81,7 @@ def plan_step(lengths: jax.Array, *, num_kv_heads: int, q_len: int, capacity: in
     return make_plan(lengths, num_kv_heads=num_kv_heads, q_len=q_len)
 
 
-def make_plan(
-    lengths: jax.Array, *, num_kv_heads: int, q_len: int = 1, window: jax.Array | None = None
-) -> PartitionPlan:
+def make_plan(lengths: jax.Array, *, num_kv_heads: int, q_len: int = 1) -> PartitionPlan:
     """Partitions shared out by the true lengths, int32 `[seqs]`, whether it pays or not.
 
     A plan only decides which program computes what: one of other lengths gives the same results up to rounding, more
@@ -93,4 +91,4 @@ def make_plan(
         at_once = programs_at_once(_device.gpu(), num_kv_heads)
     except NotImplementedError:
         at_once = 0  # no kernel will use the plan
-    return partition_plan.default(lengths, window, q_len=q_len, at_once=at_once)
+    return partition_plan.default(lengths, None, q_len=q_len, at_once=at_once)

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import jax
 
 from benchmarks.engine.model import CONFIGS
-from benchmarks.engine.workload import SIZES, Request, count_steps, create_engine, workload
+from benchmarks.engine.workload import SIZES, Request, create_engine, workload
 from benchmarks.harness import Event, add_output, add_xla, by_kernel, open_store, traced
 from jaxpaged import Engine, SamplingParams
 
@@ -63,17 +63,16 @@ def run_slices(
         engine.add_request(prompt, SamplingParams(max_tokens=new, temperature=0))
     for _ in range(num_warm):
         engine.step()
-    before = count_steps(engine)
+    before = engine.stats().num_steps_by_kind
     with context:
         begin = time.perf_counter()
         for _ in range(num_slices):
             engine.step()
-        after = count_steps(engine)  # waits for the slices that `step` has sent
+        engine.abort()
+        while engine.has_unfinished_requests:  # slices that `step` has sent end whole
+            engine.step()
         wall = (time.perf_counter() - begin) * 1e3
-    engine.abort()
-    while engine.has_unfinished_requests:
-        engine.step()
-    return wall, {kind: count - before[kind] for kind, count in after.items()}
+    return wall, {kind: count - before[kind] for kind, count in engine.stats().num_steps_by_kind.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

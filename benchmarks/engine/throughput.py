@@ -24,18 +24,17 @@ from typing import Any
 import jax
 
 from benchmarks.checks import poisoned, require
-from benchmarks.engine.model import CONFIGS, packed_model, random_weights
+from benchmarks.engine.model import CONFIGS, packed_head, packed_model, random_weights
 from benchmarks.engine.workload import (
     SIZES,
     Request,
-    count_steps,
     create_caches,
     create_engine,
     run_work,
     workload,
 )
 from benchmarks.harness import add_output, add_xla, open_store, random, read_bandwidth, slope_microseconds
-from jaxpaged import Engine, SamplingParams
+from jaxpaged import Engine, EngineOptions, SamplingParams
 from lib.llama_config import LlamaConfig
 
 CHECKED_LAYERS, CHECKED_TOKENS = 2, 8
@@ -56,8 +55,13 @@ def check(config: LlamaConfig) -> float:
     weights = random_weights(config)
 
     def create(**options: Any) -> Engine:
-        sizes: dict[str, Any] = dict(num_seats=8, max_length=64, chunk_tokens=64)
-        return Engine(packed_model(config, **options), weights, create_caches(config, 64), **sizes)
+        return Engine(
+            packed_model(config, **options),
+            weights,
+            create_caches(config, 64),
+            head=packed_head(config),
+            options=EngineOptions(max_num_seqs=8, max_model_len=64, chunk_tokens=64),
+        )
 
     prompts = [prompt for prompt, _ in workload(8, 32)]
     params = SamplingParams(max_tokens=CHECKED_TOKENS, temperature=0, logprobs=True)
@@ -108,13 +112,13 @@ class Floor:
 
 def timed_run(engine: Engine, work: Sequence[Request], floor: Floor, **sampling: Any) -> dict[str, Any]:
     wanted = sum(new for _, new in work)
-    before, steps_before = engine.stats(), count_steps(engine)
+    before = engine.stats()
     begin = time.perf_counter()
     num_tokens = run_work(engine, work, **sampling)
     seconds = time.perf_counter() - begin
     require(num_tokens == wanted, f"{num_tokens} tokens instead of {wanted}")
     after = engine.stats()
-    steps = {name: count - steps_before[name] for name, count in count_steps(engine).items()}
+    steps = {name: count - before.num_steps_by_kind[name] for name, count in after.num_steps_by_kind.items()}
     return dict(
         requests=len(work),
         tokens=num_tokens,

@@ -1,6 +1,5 @@
 """The requests of the engine's benchmarks, with the lengths of a chat log, and the sizes of each model."""
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -65,15 +64,6 @@ def create_engine(model: str, weights: Any = None, **options: Any) -> Engine:
     caches = create_caches(config, sizes.num_blocks)
     weights = random_weights(config) if weights is None else weights
     return Engine(packed_model(config), weights, caches, head=packed_head(config), options=EngineOptions(**chosen))
-
-
-def count_steps(engine: Engine) -> dict[str, int]:
-    """Steps so far by kind, such as `single_64` or `mixed_1024` with the rows of a step. Waits for the newest slice."""
-    runner = engine._runner  # `stats()` does not count by the rows of a step
-    counts: dict[str, int] = collections.Counter()
-    for kind, count in zip(runner.kinds, np.asarray(runner.state.num_of_kind).tolist(), strict=True):
-        counts[f"{'mixed' if kind.is_mixed else 'single'}_{kind.width}"] += count
-    return counts
 
 
 def run_work(engine: Engine, work: Sequence[Request], batch: int | None = None, **sampling: Any) -> int:

@@ -59,6 +59,11 @@ class Kind:
         return self.width if self.width < self.num_seats + self.chunk_tokens else None
 
     @property
+    def name(self) -> str:
+        """For `EngineStats.num_steps_by_kind`."""
+        return f"{'mixed' if self.is_mixed else 'single'}_{self.width}"
+
+    @property
     def is_narrow(self) -> bool:
         """Single tokens, without a row for each seat."""
         return not self.is_mixed and self.width < self.num_seats

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -174,6 +175,8 @@ class EngineStats:
         num_steps: steps of the model.
         num_narrow_steps: steps of single tokens with fewer than `max_num_seqs` rows.
         num_mixed_steps: steps that had rows for chunks of prompts.
+        num_steps_by_kind: steps by their rows, such as `{"single_64": 10, "mixed_1024": 3}`: ten of up to 64 single
+            tokens, and three of up to 1024 tokens with chunks of prompts.
         num_generated: new tokens.
         num_drafted: drafts that were computed.
         num_accepted: of these, drafts that became tokens.
@@ -202,6 +205,7 @@ class EngineStats:
     num_steps: int = 0
     num_narrow_steps: int = 0
     num_mixed_steps: int = 0
+    num_steps_by_kind: Mapping[str, int] = dataclasses.field(default_factory=dict)
     num_generated: int = 0
     num_drafted: int = 0
     num_accepted: int = 0

@@ -20,7 +20,6 @@ from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._engine.engine import Engine
 from jaxpaged._engine.generate import generate
-from jaxpaged._engine.options import EngineOptions
 from jaxpaged._engine.records import Completion, EngineStats, RequestOutput, SamplingParams, Score
 from jaxpaged._engine.rollouts import Rollout
 from jaxpaged._latent_modules import LatentSettings
@@ -28,6 +27,7 @@ from jaxpaged._lora import lora
 from jaxpaged._modules import AttentionSettings
 from jaxpaged._publish import publish as _publish
 from jaxpaged._rotary_frequencies import rotary_attention_factor, rotary_frequencies
+from jaxpaged._slice.options import EngineOptions
 from jaxpaged._version import __version__ as __version__
 
 __all__ = [

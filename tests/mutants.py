@@ -36,17 +36,17 @@ PLANNING, PROGRESS = "jaxpaged/_scheduler/planning.py", "jaxpaged/_scheduler/pro
 WINDOWS = "tests/allocator/test_windows.py::window"
 LOADS = "tests/engine/test_engine.py::depend_on_the_load and 16"
 GROUPS, FOUND = (
-    "jaxpaged/_engine/prefix_groups.py",
+    "jaxpaged/_slice/prefix_groups.py",
     "tests/engine/test_prefix_groups.py::seats_form or what_is or not_full",
 )
 SORTED = "tests/engine/test_prefix_groups.py::sorted or stay_together or all_seats"
 OF_ENGINE = "tests/attention/test_attention_prefix.py::of_an_engine"
 SUBMISSION, MIXTURE = "jaxpaged/_scheduler/submission.py", "tests/scheduler/test_scheduler_machine.py::mixture"
 SEATS = "jaxpaged/_scheduler/seats.py"
-SAMPLING = "jaxpaged/_engine/sampling.py"
-DRAFTING, DRAFTS = "jaxpaged/_engine/drafting.py", "tests/engine/test_drafts.py"
-HOST_TIER = "jaxpaged/_engine/host_tier.py"
-SCORING = "jaxpaged/_engine/scoring.py"
+SAMPLING = "jaxpaged/_slice/sampling.py"
+DRAFTING, DRAFTS = "jaxpaged/_slice/drafting.py", "tests/engine/test_drafts.py"
+HOST_TIER = "jaxpaged/_engine/host_tier/tier.py"
+SCORING = "jaxpaged/_slice/scoring.py"
 LATENT = "pallas_kernels/latent/kernel.py"
 XLA_TILES, TREE, RUNS = (f"jaxpaged/_attention/{name}.py" for name in ("xla_tiles", "tree", "runs"))
 SHARED_PREFIX, PACKED_OPTIONS = (
@@ -269,7 +269,7 @@ MUTANTS = (
     ),
     Mutant(
         "adapters: a row takes its seat's neighbour's",
-        "jaxpaged/_engine/slices.py",
+        "jaxpaged/_slice/step.py",
         "step.sampling.adapter.at[step.seats]",
         "step.sampling.adapter.at[step.seats // 2]",
         "tests/engine/test_adapters.py::batch_invariant",
@@ -277,7 +277,7 @@ MUTANTS = (
     ),
     Mutant(
         "engine: few seats with the tables of others",
-        "jaxpaged/_engine/slices.py",
+        "jaxpaged/_slice/step.py",
         "step.seats if kind.is_narrow",
         "jnp.arange(kind.width, dtype=jnp.int32) if kind.is_narrow",
         LOADS,
@@ -373,7 +373,7 @@ MUTANTS = (
     ),
     Mutant(
         "host tier: blocks are listed behind a gap",
-        "jaxpaged/_engine/host_copies.py",
+        "jaxpaged/_slice/host_pages.py",
         "jnp.where(num_found >= begins, ends - num_found, 0)",
         "ends - num_found",
         "tests/engine/test_host_tier.py::behind_a_gap",
@@ -469,7 +469,7 @@ MUTANTS = (
     ),
     Mutant(
         "host tier: blocks without room are written",
-        "jaxpaged/_engine/host_copies.py",
+        "jaxpaged/_slice/host_pages.py",
         "num_there = num_found + jnp.where(ok, num_missing, 0)",
         "num_there = num_found + num_missing",
         "tests/engine/test_host_tier.py::without_room",

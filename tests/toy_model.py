@@ -12,8 +12,9 @@ from jax.extend.random import threefry_2x32
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged import Engine, EngineOptions, KVCache, SamplingParams, rotary_frequencies
-from jaxpaged._engine import kinds, program
-from jaxpaged._engine.sampling import DRAWS
+from jaxpaged._engine import program
+from jaxpaged._slice import kinds
+from jaxpaged._slice.sampling import DRAWS
 from jaxpaged.ops import rotate_and_write_kv
 
 VOCAB, FEATURES, HEADS, HEAD_DIM = 48, 32, 4, 8

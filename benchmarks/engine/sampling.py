@@ -25,8 +25,8 @@ from benchmarks.harness import (
     read_bandwidth,
     slope_microseconds,
 )
-from jaxpaged._engine.sampling import sample
 from jaxpaged._scheduler.records import Sampling
+from jaxpaged._slice.sampling import sample
 
 Parameters = tuple[float, float, float]  # temperature, top_k, top_p
 CASES: dict[str, tuple[Parameters, Parameters]] = {  # of the even seats, of the odd ones

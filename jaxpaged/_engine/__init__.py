@@ -1,22 +1,23 @@
-"""Continuous batching for a model that the caller brings: many steps in one jit, and the host around them.
+"""The host side of continuous batching: requests, and the slices (`jaxpaged/_slice`) that run them. Nothing here is
+traced.
 
 A request takes this path:
 
-1. `engine` accepts it. `requests` checks it and makes a row of each completion, which waits in `books`: the host's
-   account of what waits, what has been sent and what is on the device.
-2. `runner` sends a slice and reads the one before it. `books.send` picks the rows that go with it, and
-   `requests.make_inbox` makes an `Inbox` of them (`state`), which is sent as one array (`packing`).
-3. `slices.run_slice` is the program, compiled by `program`: it submits the rows to the scheduler
-   (`jaxpaged/_scheduler`) and runs steps. Before each, `kinds` chooses its width and `drafting` its drafts.
-   `prefix_groups` finds blocks that the step reads once.
-4. `slices.one_step` makes an `AttentionStep` (`jaxpaged/_attention/attention_step`) and calls the model's `apply`,
-   which returns hidden states of all tokens. `scoring` chooses the rows that need logits, `slices.apply_head` calls the
-   model's `head` on them, and `sampling` draws tokens.
-5. The `Report` comes back as one array, while the next slice runs. `books.take_places` and `take_tokens` enter it,
-   `counting` counts, and `requests.make_output` makes what `step` returns.
+1. `engine` accepts it, and `requests` checks it. Each completion becomes a `CompletionState` and waits in `books`,
+   which knows what waits, what has been sent and what is on the device.
+2. `runner` sends a slice and reads the one before it. `books.send` picks the rows, and `requests.make_inbox` makes the
+   inbox, which crosses as one array.
+3. The slice runs on the device: see `jaxpaged/_slice`. `program` has compiled it.
+4. The report comes back as one array while the next slice runs. `books` enters the tokens, `counting` updates the
+   stats, and `requests.make_output` makes what `step` returns.
 
-`options` has the settings of an engine, `defaults` chooses those that are None, and `inputs` and `pytrees` check
-weights and caches. `host_tier` keeps the account of blocks in host memory, `host_copies` moves them. `room` reserves
-memory on a GPU for arrays in transit, `rollouts` leaves tokens on the device, `on_mesh` is for several devices,
-`interrupts` for Ctrl-C, `progress_bar` for `progress=True`, and `generate` is an engine for one call.
+| file | has |
+|---|---|
+| `generate` | an engine for one call |
+| `records` | `SamplingParams`, `RequestOutput` and the other public records |
+| `defaults`, `inputs` | options left at None; checks of weights and caches |
+| `rollouts` | tokens that stay on the device, for a learner |
+| `host_tier` | cached blocks in host memory: `tier` keeps account, `copies` moves them |
+| `on_mesh`, `room` | several devices; memory reserved for arrays in transit |
+| `interrupts`, `progress_bar` | Ctrl-C; `progress=True` |
 """

@@ -4,9 +4,9 @@ import dataclasses
 
 import jax
 
-from jaxpaged._engine.kinds import Kind
 from jaxpaged._engine.records import EngineStats
-from jaxpaged._engine.state import Report
+from jaxpaged._slice.kinds import Kind
+from jaxpaged._slice.state import Report
 
 
 def count_report(

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpaged import _device
-from jaxpaged._engine.inputs import caches_in, pool_sizes
-from jaxpaged._engine.kinds import last_few
-from jaxpaged._engine.options import EngineOptions, ResolvedOptions
+from jaxpaged._engine.inputs import pool_sizes
 from jaxpaged._integers import checked_size
+from jaxpaged._slice.kinds import last_few
+from jaxpaged._slice.options import EngineOptions, ResolvedOptions
+from jaxpaged._slice.pytrees import caches_in
 
 # With 384 seats rollouts of 512 completions take 13% longer. 768 need more widths, and gain 3% at most. [seats_h100]
 MOST_SEATS, MOST_ROWS = 512, 1024

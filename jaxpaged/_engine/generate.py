@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxpaged._cache.kv_cache import KVCache
-from jaxpaged._engine.drafting import Draft
 from jaxpaged._engine.engine import DEFAULTS, Engine
-from jaxpaged._engine.options import EngineOptions
 from jaxpaged._engine.records import RequestOutput, SamplingParams
 from jaxpaged._engine.requests import checked_prompt, params_for_each
-from jaxpaged._engine.slices import Apply, ApplyHead
 from jaxpaged._integers import checked_size
+from jaxpaged._slice.drafting import Draft
+from jaxpaged._slice.model import Apply, ApplyHead
+from jaxpaged._slice.options import EngineOptions
 
 MOST_AT_ONCE, MOST_CHUNK_TOKENS = 64, 256
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxpaged._cache.kv_cache import KVCache
+from jaxpaged._slice.pytrees import caches_in
 
 
 def own(weights: Any) -> Any:
@@ -43,11 +44,6 @@ def bytes_on_a_device(weights: Any) -> int:
         return int(getattr(leaf, "nbytes", 0))  # a number has none
 
     return sum(map(of, jax.tree.leaves(weights)))
-
-
-def caches_in(caches: Any) -> list[KVCache]:
-    """The caches of a model, out of the containers in which they are."""
-    return jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, KVCache))
 
 
 def pool_sizes(caches: Any) -> tuple[int, int]:

@@ -15,17 +15,20 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpaged import _device
 from jaxpaged._engine.defaults import chosen_least_saved_reads, step_cost
-from jaxpaged._engine.drafting import Draft
-from jaxpaged._engine.inputs import bytes_on_a_device, caches_in
-from jaxpaged._engine.kinds import Kind, make_kinds
+from jaxpaged._engine.inputs import bytes_on_a_device
 from jaxpaged._engine.on_mesh import on_each_device, replicate, whole_beside
-from jaxpaged._engine.options import ResolvedOptions
-from jaxpaged._engine.packing import num_words, pack
 from jaxpaged._engine.requests import make_inbox
 from jaxpaged._engine.room import keep_room
-from jaxpaged._engine.slices import Apply, ApplyHead, Setup, apply_model, make_report, model_outputs, run_packed
-from jaxpaged._engine.state import Inbox, Report, State
 from jaxpaged._memory import MORE_MEMORY, check_memory
+from jaxpaged._slice.drafting import Draft
+from jaxpaged._slice.kinds import Kind, make_kinds
+from jaxpaged._slice.model import Apply, ApplyHead, Setup, apply_model
+from jaxpaged._slice.options import ResolvedOptions
+from jaxpaged._slice.packing import num_words, pack
+from jaxpaged._slice.pytrees import caches_in
+from jaxpaged._slice.run_slice import make_report, run_packed
+from jaxpaged._slice.state import Inbox, Report, State
+from jaxpaged._slice.step import model_outputs
 
 COPIES = 1.5  # memory to compile, over the largest array of the weights: 1.6 GB for 1.05 on an H100
 MOST_LOGITS = 0.05  # of a GPU's memory, for the logits of an engine without a head

@@ -11,11 +11,11 @@ import jax
 import numpy as np
 
 from jaxpaged._allocator.state import most_blocks
-from jaxpaged._engine.options import ResolvedOptions
 from jaxpaged._engine.records import Completion, RequestOutput, SamplingParams, Score
-from jaxpaged._engine.sampling import TopLogprobs
-from jaxpaged._engine.state import Inbox, Report
 from jaxpaged._scheduler.records import Requests, RequestStatus, Sampling
+from jaxpaged._slice.options import ResolvedOptions
+from jaxpaged._slice.sampling import TopLogprobs
+from jaxpaged._slice.state import Inbox, Report
 
 ZERO: Any = np.int32(0)
 MOST_ARRIVALS = 64  # requests that a slice takes; more are fed by slices of no steps
@@ -52,12 +52,6 @@ class CompletionState:
     aux: Any = None  # of each token
     weight_versions: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
-    # Of the host tier: the keys of its blocks, with the salt for which they are, how many of these it asked for, on the
-    # way out and back, and whether a copy to the device failed.
-    keys: tuple[int, list[bytes]] | None = None
-    num_wanted: int = 0
-    num_called_back: int = 0
-    failed_to_come: bool = False
 
     def __post_init__(self) -> None:
         self.scores = np.full(self.span[1] - self.span[0], np.nan, np.float32)

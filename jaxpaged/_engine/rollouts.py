@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged._engine.packing import unpack
 from jaxpaged._engine.requests import CompletionState
-from jaxpaged._engine.state import Report
+from jaxpaged._slice.packing import unpack
+from jaxpaged._slice.state import Report
 
 
 @jax.tree_util.register_dataclass

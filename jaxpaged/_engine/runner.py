@@ -15,22 +15,22 @@ import numpy as np
 
 from jaxpaged._engine.books import Books, Sent
 from jaxpaged._engine.counting import count_report
-from jaxpaged._engine.drafting import Draft
-from jaxpaged._engine.host_copies import HostCopies, check_host_tier
-from jaxpaged._engine.host_tier import HostTier, Moves
+from jaxpaged._engine.host_tier.copies import HostCopies, check_host_tier
+from jaxpaged._engine.host_tier.tier import HostTier, Moves
 from jaxpaged._engine.inputs import find_deleted, keys_and_values, own
 from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.on_mesh import find_mesh
-from jaxpaged._engine.options import ResolvedOptions
-from jaxpaged._engine.packing import pack, unpack
 from jaxpaged._engine.program import compile_program, first_state
-from jaxpaged._engine.pytrees import difference
 from jaxpaged._engine.records import EngineStats
 from jaxpaged._engine.requests import MOST_ARRIVALS
 from jaxpaged._engine.rollouts import Collector
-from jaxpaged._engine.slices import Apply, ApplyHead
-from jaxpaged._engine.state import Report, State
 from jaxpaged._integers import checked_size, checked_tuple
+from jaxpaged._slice.drafting import Draft
+from jaxpaged._slice.model import Apply, ApplyHead
+from jaxpaged._slice.options import ResolvedOptions
+from jaxpaged._slice.packing import pack, unpack
+from jaxpaged._slice.pytrees import difference
+from jaxpaged._slice.state import Report, State
 
 AHEAD = 1  # slices that run while the host reads the one before
 SEND_SECONDS, SEND_PART = 4e-3, 0.25  # and this part of a slice: so long before its end the next one is sent in time
@@ -161,7 +161,7 @@ class Runner:
     def _send(self) -> None:
         """Starts a slice. If more requests wait than it takes, slices without steps before it take the others."""
         if self.tier is not None:
-            self.tier.look(self.books.rows_sent)
+            self.tier.before_send(self.books.rows_sent)
         while True:
             sent = self.books.send(MOST_ARRIVALS, None if self.tier is None else self.tier.holds)
             has_more = self.books.has_more
@@ -195,7 +195,7 @@ class Runner:
         try:
             try:
                 if self.tier is not None:
-                    for state in self.tier.move(self.state_of_slice, sent.moves):
+                    for state in self.tier.run(self.state_of_slice, sent.moves):
                         self.state_of_slice = state
             except Exception as failure:
                 sent.failure = failure  # the slice runs all the same: what its inbox says counts for those behind it
@@ -282,7 +282,7 @@ class Runner:
             if sent.failure is not None:
                 self.tier.lose(sent.moves)
                 sent.moves = Moves()
-            self.tier.take(report, sent.moves, rows)
+            self.tier.after_report(report, sent.moves, rows)
         since, self.since = self.since, time.perf_counter()
         began, self._ended = max(sent.began or since, self._ended), sent.ended or self.since
         if num_steps := int(report.outbox.num_steps):  # timed on the device: time that the caller waited does not count

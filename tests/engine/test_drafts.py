@@ -16,8 +16,8 @@ from jax.scipy.stats import chi2
 from jaxpaged import KVCache, SamplingParams
 from jaxpaged._engine import program
 from jaxpaged._engine.defaults import draft_widths
-from jaxpaged._engine.drafting import KEPT, PRIOR, Drafting, repeated
-from jaxpaged._engine.kinds import make_kinds, quickest
+from jaxpaged._slice.drafting import KEPT, PRIOR, Drafting, repeated
+from jaxpaged._slice.kinds import make_kinds, quickest
 from tests.toy_model import (
     BLOCKS,
     MAX_TOKENS,

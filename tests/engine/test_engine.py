@@ -35,9 +35,9 @@ from jaxpaged import (
 from jaxpaged._engine import program, runner
 from jaxpaged._engine.books import Sent
 from jaxpaged._engine.defaults import chosen_steps
-from jaxpaged._engine.kinds import Kind
 from jaxpaged._engine.requests import checked_request, completion_seed
-from jaxpaged._engine.slices import make_attention_step
+from jaxpaged._slice.kinds import Kind
+from jaxpaged._slice.step import make_attention_step
 from jaxpaged.nnx import PagedAttention
 from jaxpaged.ops import rotate_and_write_kv
 from pallas_kernels.decode import partition_plan

@@ -23,8 +23,8 @@ from jaxpaged import Engine, SamplingParams
 from jaxpaged._engine import books as books_module
 from jaxpaged._engine.books import Books
 from jaxpaged._engine.interrupts import Latch, without_interrupts
-from jaxpaged._engine.packing import pack
 from jaxpaged._engine.runner import Runner
+from jaxpaged._slice.packing import pack
 from tests import toy_model
 from tests.toy_model import (
     BLOCKS,

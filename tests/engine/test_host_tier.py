@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxpaged import SamplingParams
-from jaxpaged._engine.host_copies import HostCopies, Run
-from jaxpaged._engine.host_tier import HostTier, Moves
+from jaxpaged._engine.host_tier.copies import HostCopies, Run
+from jaxpaged._engine.host_tier.tier import HostTier, Moves
 from jaxpaged._engine.requests import CompletionState
 from jaxpaged._scheduler.records import RequestStatus
 from tests.compiled import instructions
@@ -306,14 +306,14 @@ def test_other_weights_find_nothing_if_the_copies_before_their_first_slice_fail(
     settle(engine)
     engine.update_weights(random_weights(1))
     tier, failures = engine._runner.tier, [MemoryError("no room for a copy")]
-    move = tier.move
+    move = tier.run
 
     def failing(state, moves):
         if failures:
             raise failures.pop()
         yield from move(state, moves)
 
-    monkeypatch.setattr(tier, "move", failing)
+    monkeypatch.setattr(tier, "run", failing)
     engine.add_request([1], GREEDY)
     outputs = {}
     for add in (lambda: engine.add_request([*prompt, 7], GREEDY), lambda: None):
@@ -433,7 +433,7 @@ class FakeDevice:
         serials = np.zeros(POOL, np.int32)
         for key, (place, serial) in self.places.items():
             serials[place] = serial if key in self.held else -serial
-        self.tier.take(Reported(serials, np.array(self.salts), np.array(self.room)), moves, rows)
+        self.tier.after_report(Reported(serials, np.array(self.salts), np.array(self.room)), moves, rows)
 
 
 @dataclasses.dataclass
@@ -476,7 +476,7 @@ def names(runs):
 
 def arriving(tier, *rows, sent=()):
     """The runs that the next slice is given when these rows are asked for."""
-    tier.look(sent)
+    tier.before_send(sent)
     for each in rows:
         tier.holds(each)
     return tier.next_moves().back
@@ -488,14 +488,14 @@ PROMPT = 1, 2, 3, 4, 5, 6, 7
 def test_what_the_device_has_lost_is_brought_from_the_first_loss_on():
     tier, device = make_tier(num_pages=4)
     keep(tier, device, row(*PROMPT), lost=False)
-    tier.look([])
+    tier.before_send([])
     assert not tier.holds(row(*PROMPT))  # all is there
     keys = tier._keys_of(row(*PROMPT))
     device.held = {keys[0]}
     device.lose(keys[1:])
     device.slice()
     waiting, other = row(*PROMPT), row(*PROMPT)
-    tier.look([])
+    tier.before_send([])
     assert not tier.holds(waiting)  # it goes out with the others
     assert not tier.holds(other)
     moves = tier.next_moves()
@@ -537,7 +537,7 @@ def test_few_tokens_are_not_worth_a_copy():
     keep(tier, device, row(*PROMPT), lost=False)
     device.lose(tier._keys_of(row(*PROMPT))[2:])
     device.slice()
-    tier.look([])
+    tier.before_send([])
     assert not tier.holds(row(*PROMPT))  # two tokens of the least three
     assert on_the_way(tier) == []
 
@@ -547,7 +547,7 @@ def test_what_is_on_its_way_is_little_and_may_take_long():
     prompt = (*PROMPT, 8, 9)
     keep(tier, device, row(*prompt), slow=["5/6"])
     waiting, other = row(*prompt), row(*prompt, 8)
-    tier.look([])
+    tier.before_send([])
     assert tier.holds(waiting)
     assert tier.holds(other)  # for the same copies
     moves = tier.next_moves()
@@ -559,7 +559,7 @@ def test_what_is_on_its_way_is_little_and_may_take_long():
     device.slice(moves=moves)
     run.pages[0][0].is_slow = False
     assert arriving(tier, waiting) == [run]
-    tier.look([])
+    tier.before_send([])
     assert not tier.holds(waiting)
     tier.clear()
     assert (on_the_way(tier), tier.host_bytes) == ([], 0)
@@ -581,7 +581,7 @@ def come_in_parts(num_slices, head_lost_in=None):
 def test_a_prompt_longer_than_what_may_be_on_its_way_comes_part_by_part_and_each_once():
     tier, device, waiting, came = come_in_parts(4)
     assert came == [["1/2"], ["3/4"], ["5/6"], ["7/8"]]
-    tier.look([])
+    tier.before_send([])
     assert not tier.holds(waiting)
     # What has come and is lost meanwhile comes again.
     keep(tier, device, waiting)
@@ -599,7 +599,7 @@ def test_nothing_goes_out_in_the_room_of_what_comes_part_by_part():
     for room, is_held in ((5, True), (6, False)):  # the prompt needs five blocks, the other request one
         device.room = room
         device.slice()
-        tier.look([])
+        tier.before_send([])
         assert tier.holds(row(*PROMPT, 8, 9))
         assert tier.holds(row(9, 9)) == is_held
 
@@ -611,7 +611,7 @@ def test_a_request_in_front_does_not_keep_those_from_going_out_whose_copies_it_w
     keep(tier, device, row(*range(10, 19)), lost=False)
     device.room = 4
     device.slice()
-    tier.look([])
+    tier.before_send([])
     assert tier.holds(first)  # it is in the pool, which has no room for it
     assert tier.holds(second)
     device.lose(list(device.places))
@@ -619,7 +619,7 @@ def test_a_request_in_front_does_not_keep_those_from_going_out_whose_copies_it_w
     device.slice()
     waiting = [first, second]
     for _ in range(4):
-        tier.look([])
+        tier.before_send([])
         waiting = [each for each in waiting if tier.holds(each)]
         device.slice(moves=tier.next_moves())
     assert waiting == []
@@ -635,7 +635,7 @@ def test_what_comes_in_parts_and_cannot_be_put_in_is_computed():
     waiting = row(*PROMPT, 8, 9)
     keep(tier, device, row(*PROMPT, 8, 9))
     tier.lose(Moves(back=arriving(tier, waiting)))
-    tier.look([])
+    tier.before_send([])
     assert not tier.holds(waiting)
 
 
@@ -649,14 +649,14 @@ def test_a_copy_that_fails_on_its_way_is_told_once():
     with pytest.raises(IndexError):
         tier.wait()
     tier.wait()
-    tier.look([])
+    tier.before_send([])
     assert not tier.holds(waiting)
 
 
 def test_what_arrived_is_forgotten_with_the_rest():
     tier, device = make_tier()
     keep(tier, device, row(*PROMPT))
-    tier.look([])
+    tier.before_send([])
     assert not tier.holds(row(*PROMPT))
     tier.clear()
     assert (tier.next_moves(), on_the_way(tier), tier.host_bytes, tier._at) == (Moves(), [], 0, {})
@@ -669,7 +669,7 @@ def test_a_request_that_ended_waits_for_nothing():
     assert arriving(tier, waiting) == []
     assert len(on_the_way(tier)) == 2  # blocks
     waiting.is_aborted = True
-    tier.look([])
+    tier.before_send([])
     assert on_the_way(tier) == []
 
 
@@ -681,7 +681,7 @@ def test_a_request_goes_out_with_what_comes_back_once_there_is_room_for_it():
     for room, is_held in ((5, True), (6, False)):  # it needs four blocks, the one under way two
         device.room = room
         device.slice()
-        tier.look([under_way, read])
+        tier.before_send([under_way, read])
         assert tier.holds(waiting) == is_held
         assert tier.holds(small) == is_held  # behind the other
     assert names(tier.next_moves().back) == [["1/2", "3/4", "5/6"]]
@@ -694,7 +694,7 @@ def test_a_prefix_that_others_hold_needs_room_once():
     keep(tier, device, row(*PROMPT), lost=False)
     device.room, device.held = 1, set(tier._keys_of(row(*PROMPT)))
     device.slice()
-    tier.look([])
+    tier.before_send([])
     assert not tier.holds(row(*PROMPT))
     assert tier.holds(row(*PROMPT))
     assert not make_tier()[0].holds(row(*PROMPT))
@@ -704,7 +704,7 @@ def test_a_request_without_anything_to_find_needs_no_room():
     tier, device = make_tier()
     device.room = -5
     device.slice()
-    tier.look([])
+    tier.before_send([])
     assert not tier.holds(row(*PROMPT))
 
 
@@ -718,7 +718,7 @@ def test_nothing_waits_for_blocks_that_left_host_memory_meanwhile():
     run.pages[0][0].is_slow = False
     assert arriving(tier, waiting) == [run]
     run.pages = []
-    tier.look([])
+    tier.before_send([])
     assert not tier.holds(waiting)
 
 
@@ -730,7 +730,7 @@ def test_the_tail_leaves_host_memory_before_the_head():
     assert kept(tier) == ["3/4", "1/2", "9/9"]
     tier, device = make_tier(capacity=3)
     keep(tier, device, row(*PROMPT))
-    tier.look([])
+    tier.before_send([])
     tier.holds(row(1, 2, 3, 4, 5))  # now two are newer than the third
     keep(tier, device, row(9, 9, 9))
     assert kept(tier) == ["3/4", "1/2", "9/9"]

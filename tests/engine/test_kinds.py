@@ -11,7 +11,7 @@ import pytest
 from jaxpaged import BlockAllocator, Engine, EngineOptions, KVCache, SamplingParams, _device
 from jaxpaged._engine.defaults import chosen_compiler_options, with_sizes
 from jaxpaged._engine.inputs import pool_sizes
-from jaxpaged._engine.kinds import LONGEST_WAIT, count_wait, make_kinds, next_kind
+from jaxpaged._slice.kinds import LONGEST_WAIT, count_wait, make_kinds, next_kind
 from jaxpaged.scheduling import Scheduler
 from tests import toy_model
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged._engine.packing import pack, unpack
+from jaxpaged._slice.packing import pack, unpack
 
 TREE = {
     "many": np.arange(6, dtype=np.int32).reshape(2, 3),

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from jaxpaged import Engine, EngineOptions, KVCache, SamplingParams, layer_groups, rotary_frequencies
-from jaxpaged._engine import kinds, program
+from jaxpaged._engine import program
 from jaxpaged._engine.requests import completion_seed
+from jaxpaged._slice import kinds
 from tests.toy_model import VOCAB, drawn, head, kept, one_kind_of_steps
 
 pytestmark = pytest.mark.slow

@@ -11,8 +11,8 @@ from flax import nnx
 from jaxpaged import AttentionSettings, AttentionStep, BlockAllocator, KVCache, SamplingParams, _device
 from jaxpaged._attention import run
 from jaxpaged._engine.defaults import chosen_least_saved_reads
-from jaxpaged._engine.prefix_groups import SeatGroups, find_groups, sort_by_group
 from jaxpaged._scheduler.records import StepPlan
+from jaxpaged._slice.prefix_groups import SeatGroups, find_groups, sort_by_group
 from jaxpaged.nnx import PagedAttention
 from jaxpaged.ops import PrefixGroups
 from tests.toy_model import BLOCK_SIZE, finish, random_weights, shared_engine

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.scipy.stats import chi2
 
-from jaxpaged._engine import sampling as product
-from jaxpaged._engine.sampling import kth_largest
 from jaxpaged._scheduler.records import Sampling
+from jaxpaged._slice import sampling as product
+from jaxpaged._slice.sampling import kth_largest
 from tests.toy_model import kept
 
 DRAWN = 4096

@@ -28,9 +28,10 @@ from jaxpaged import (
     rotary_frequencies,
 )
 from jaxpaged._engine.defaults import COMPILER_OPTIONS
-from jaxpaged._engine.sampling import sample
-from jaxpaged._engine.slices import Setup, apply_model, run_slice
 from jaxpaged._scheduler.records import Sampling
+from jaxpaged._slice.model import Setup, apply_model
+from jaxpaged._slice.run_slice import run_slice
+from jaxpaged._slice.sampling import sample
 from lib import llama, routed_experts
 from tests import toy_model
 from tests.compiled import instructions

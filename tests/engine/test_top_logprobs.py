@@ -7,7 +7,7 @@ import pytest
 
 from jaxpaged import SamplingParams, Score, generate
 from jaxpaged._engine.requests import CompletionState
-from jaxpaged._engine.sampling import TopLogprobs
+from jaxpaged._slice.sampling import TopLogprobs
 from tests.toy_model import (
     BLOCKS,
     HEAD_DIM,

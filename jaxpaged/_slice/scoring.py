@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpaged._engine.kinds import Kind
-from jaxpaged._engine.sampling import TopLogprobs, sample, score
 from jaxpaged._scheduler.arrays import first_marked, rows_of
 from jaxpaged._scheduler.records import StepPlan
 from jaxpaged._scheduler.scheduler import Scheduler
+from jaxpaged._slice.kinds import Kind
+from jaxpaged._slice.sampling import TopLogprobs, sample, score
 
 MOST_GROUPS = 4  # each is compiled by itself: in a loop the host would start each turn
 # Logits [rows, vocab] of rows of the step, int32 [rows]; None: of each row.

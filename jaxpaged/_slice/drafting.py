@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
-from jaxpaged._engine.options import EngineOptions
 from jaxpaged._scheduler.arrays import per_seat, rows_of
 from jaxpaged._scheduler.records import StepPlan
 from jaxpaged._scheduler.scheduler import Scheduler
+from jaxpaged._slice.options import EngineOptions
 
 # Weights, the known tokens int32 [seats, max_model_len] of each seat, how many they are, int32 [seats], and hidden
 # states, each leaf [seats, ...]: drafts, int32 [seats, drafts]; -1: none.

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpaged._cache.kv_cache import KVCache
+
 
 def difference(before: Any, after: Any) -> str | None:
     """What first differs in structure, shape or dtype, in words; None if nothing does."""
@@ -28,3 +30,8 @@ def in_same_containers(before: Any, after: Any) -> Any:
     """The leaves of `after` in the containers of `before`: lists become tuples. Unchanged if their paths differ."""
     paths = [[path for path, _ in jax.tree.leaves_with_path(tree)] for tree in (before, after)]
     return jax.tree.unflatten(jax.tree.structure(before), jax.tree.leaves(after)) if paths[0] == paths[1] else after
+
+
+def caches_in(caches: Any) -> list[KVCache]:
+    """The caches of a model, out of the containers in which they are."""
+    return jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, KVCache))

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.prefix_cache import PrefixCache
-from jaxpaged._engine.drafting import Drafting
-from jaxpaged._engine.kinds import Kind
-from jaxpaged._engine.options import ResolvedOptions
-from jaxpaged._engine.packing import num_words
-from jaxpaged._engine.prefix_groups import SeatGroups
-from jaxpaged._engine.sampling import TopLogprobs
-from jaxpaged._engine.scoring import Scores, StepOutputs
 from jaxpaged._scheduler.records import Outbox, Requests
 from jaxpaged._scheduler.scheduler import Scheduler
+from jaxpaged._slice.drafting import Drafting
+from jaxpaged._slice.kinds import Kind
+from jaxpaged._slice.options import ResolvedOptions
+from jaxpaged._slice.packing import num_words
+from jaxpaged._slice.prefix_groups import SeatGroups
+from jaxpaged._slice.sampling import TopLogprobs
+from jaxpaged._slice.scoring import Scores, StepOutputs
 
 
 @jax.tree_util.register_dataclass

@@ -3,15 +3,17 @@
 import dataclasses
 import hashlib
 import itertools
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
 
-from jaxpaged._engine.host_copies import HostCopies, Page, Run
+from jaxpaged._engine.host_tier.copies import HostCopies, Run
 from jaxpaged._engine.requests import CompletionState
-from jaxpaged._engine.state import Report, State
+from jaxpaged._slice.host_pages import Page
+from jaxpaged._slice.state import Report, State
 
 Keys = list[bytes]  # of a prompt's full blocks: each names the block's tokens and all before them
 
@@ -25,6 +27,25 @@ class Moves:
 
     out: list[Run] = dataclasses.field(default_factory=list)
     back: list[Run] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class RequestNotes:
+    """What the tier knows of one request.
+
+    Attributes:
+        salt: what `keys` are for; None: there are none yet.
+        keys: of its full blocks.
+        num_wanted: blocks that it was to copy to host memory so far.
+        num_called_back: blocks that it called back to the device so far.
+        failed_to_come: whether a copy to the device failed: the prompt is then computed.
+    """
+
+    salt: int | None = None
+    keys: Keys = dataclasses.field(default_factory=list)
+    num_wanted: int = 0
+    num_called_back: int = 0
+    failed_to_come: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -70,7 +91,8 @@ class HostTier:
         # On the way back: the run of each block until a slice with it was read, and what the next slice is given.
         self._coming: dict[bytes, Run] = {}
         self._arrived: list[Run] = []
-        # Of the requests asked for since `look`: the pool lacks room for one; one waits for the copies of others.
+        self._notes = weakref.WeakKeyDictionary[CompletionState, RequestNotes]()
+        # Since `before_send`: the pool lacks room for a request; a request waits for the copies of others.
         self._lacks_room = self._is_full = False
         self.num_brought = 0  # tokens, so far
 
@@ -87,7 +109,7 @@ class HostTier:
                 self.lose(Moves(back=[run]))
                 raise
 
-    def look(self, sent: Sequence[CompletionState]) -> None:
+    def before_send(self, sent: Sequence[CompletionState]) -> None:
         """Before requests are asked for, in their order. `sent`: those on the device, or on their way."""
         self._lacks_room = self._is_full = False
         self._room_left = self._room - sum(self._needed(row) for row in sent if row.place is None)
@@ -97,7 +119,7 @@ class HostTier:
         """Whether a request stays on the host for now."""
         if self._lacks_room and self._is_full:  # nothing more goes out, or comes
             return True
-        keys = [] if row.failed_to_come else self._findable(row)
+        keys = [] if self._notes_of(row).failed_to_come else self._findable(row)
         is_short = self._bring(row, keys)
         runs = dict.fromkeys(self._coming[key] for key in keys if key in self._coming)
         if is_short and not runs:  # those for whom the copies are go first: else each waits for the other
@@ -119,7 +141,7 @@ class HostTier:
 
     def _bring(self, row: CompletionState, keys: Keys) -> bool:
         """Begins to copy what the device lacks of a prompt. Whether some of it has to wait for other copies."""
-        in_page, num_pages = self._copies.in_page, self._copies.num_pages
+        in_page, num_pages, notes = self._copies.in_page, self._copies.num_pages, self._notes_of(row)
         while True:
             num_held = _num_leading(key in self._coming or self._is_held(key) for key in keys)
             num_there = _num_leading(key in self._coming or self._is_there(key) for key in keys)
@@ -129,7 +151,7 @@ class HostTier:
             # The pool is losing this prompt: what no request holds may be gone by then, too. What came for this request
             # comes again only once it is gone.
             begin = num_held if all(key in self._places for key in keys[num_held:num_there]) else num_there
-            begin = max(begin, min(row.num_called_back, num_there))
+            begin = max(begin, min(notes.num_called_back, num_there))
             begin -= begin % in_page
             end = min(end, begin + num_pages * in_page)
             last_keys = [keys[min(first + in_page, end) - 1] for first in range(begin, end, in_page)]
@@ -138,10 +160,10 @@ class HostTier:
                 self._is_full = True
                 return True
             self._touch(keys)
-            run, row.num_called_back = self._run(row, keys[:end], begin), max(row.num_called_back, end)
-            row.failed_to_come = True  # unless this succeeds: an error is reported once, then the prompt is computed
+            run, notes.num_called_back = self._run(row, keys[:end], begin), max(notes.num_called_back, end)
+            notes.failed_to_come = True  # unless this succeeds: an error is reported once, then the prompt is computed
             run.pages = self._copies.bring([self._places[key].page for key in last_keys])
-            row.failed_to_come = False
+            notes.failed_to_come = False
             self._coming = dict.fromkeys(run.moved, run) | self._coming
 
     def _is_there(self, key: bytes) -> bool:
@@ -172,16 +194,16 @@ class HostTier:
         """No slice has come of it."""
         self._wanted.extendleft(reversed(moves.out))
         for run in moves.back:
-            run.row.failed_to_come = True  # it is computed
+            self._notes_of(run.row).failed_to_come = True  # it is computed
         self._settle(moves.back)
 
-    def move(self, state: State, moves: Moves) -> Iterator[State]:
+    def run(self, state: State, moves: Moves) -> Iterator[State]:
         """Moves it, on the engine's own thread. Each state is the next one's, to which it is donated."""
         if moves.out:
             self._copies.take(state, moves.out)
         yield from self._copies.put(state, moves.back)
 
-    def take(self, report: Report, moves: Moves, rows: Sequence[CompletionState]) -> None:
+    def after_report(self, report: Report, moves: Moves, rows: Sequence[CompletionState]) -> None:
         """Notes what a slice says, and what was moved before it. `rows`: those that it had, or has still."""
         assert report.serials is not None
         reported = report.serials, report.salts, report.room
@@ -228,9 +250,10 @@ class HostTier:
         end = (len(row.prompt) + len(row.token_ids) - 1) // self._block_size  # the last token is not computed
         if not has_ended:
             end = end // in_page * in_page if row.token_ids else 0
-        if (end <= row.num_wanted and not has_ended) or len(self._wanted) >= MOST_WANTED:
+        notes = self._notes_of(row)
+        if (end <= notes.num_wanted and not has_ended) or len(self._wanted) >= MOST_WANTED:
             return
-        keys, row.num_wanted = self._keys_of(row)[:end], end
+        keys, notes.num_wanted = self._keys_of(row)[:end], end
         begin = _num_leading(key in self._places or key in self._leaving for key in keys)
         self._leaving.update(keys[begin:])
         for first in range(begin // in_page * in_page, end if begin < end else 0, num_pages * in_page):
@@ -280,12 +303,15 @@ class HostTier:
         most = row.span[0] - 1 if row.span[1] else len(row.prompt)
         return self._keys_of(row)[: max(min(len(row.prompt) - 1, most), 0) // self._block_size]
 
+    def _notes_of(self, row: CompletionState) -> RequestNotes:
+        return self._notes.setdefault(row, RequestNotes())
+
     def _keys_of(self, row: CompletionState) -> Keys:
         """Of all full blocks that it has so far."""
-        salt, size = self._salt_of(row), self._block_size
-        if row.keys is None or row.keys[0] != salt:
-            row.keys = salt, []
-        keys = row.keys[1]
+        salt, size, notes = self._salt_of(row), self._block_size, self._notes_of(row)
+        if notes.salt != salt:
+            notes.salt, notes.keys = salt, []
+        keys = notes.keys
         num_full = (len(row.prompt) + len(row.token_ids)) // size
         if len(keys) < num_full:
             before = keys[-1] if keys else salt.to_bytes(8, "little")

@@ -1,4 +1,4 @@
-"""The host's books of an engine: which request is where, as far as the host has read. They need no device."""
+"""The host's account of an engine: where each request is, as of the last report. It needs no device."""
 
 import contextlib
 import dataclasses
@@ -21,19 +21,19 @@ from jaxpaged._slice.state import Report
 
 @dataclasses.dataclass
 class Sent:
-    """A slice under way: what was sent with it, and what will come back."""
+    """A slice in flight: what was sent with it, and its results."""
 
     rows: list[CompletionState]
     aborts: list[int]
     forgets: np.ndarray
-    version: int  # of the weights
+    version: int  # weight updates before it
     num_steps: int = 0  # at most
-    words: Future[jax.Array] | None = None  # of its report
-    began: float | None = None  # when the engine's thread called it
-    ended: float | None = None  # when the device had finished it
+    words: Future[jax.Array] | None = None  # its report, packed
+    began: float | None = None  # time of its call, on the engine's thread
+    ended: float | None = None  # time when the device had finished it
     has_returned: Latch = dataclasses.field(default_factory=Latch)  # set once `words` is done
-    moves: Moves = dataclasses.field(default_factory=Moves)  # before it
-    failure: Exception | None = None  # of these: the slice ran without them
+    moves: Moves = dataclasses.field(default_factory=Moves)  # pages of the host tier moved before it
+    failure: Exception | None = None  # of the moves; the slice ran without them
 
     def result(self) -> jax.Array:
         assert self.words is not None
@@ -41,9 +41,10 @@ class Sent:
 
 
 class Books:
-    """Rows wait in `queue`, go out with a slice of `under_way`, and are `on_device` by place until they end.
+    """Completions (rows) wait in `queue`, are sent with a slice of `under_way`, and are `on_device` until they end.
 
     A request stays in `requests` until its end is reported or it is dropped; its rows may be on the device longer.
+    `on_device` is keyed by place: the scheduler's index of a request.
     """
 
     def __init__(self, *, max_requests: int, seed: int, num_adapters: int = 0):
@@ -51,13 +52,13 @@ class Books:
         self.queue: deque[CompletionState] = deque()
         self.under_way: deque[Sent] = deque()
         self.on_device: dict[int, CompletionState] = {}
-        self.requests: dict[int, list[CompletionState]] = {}  # unfinished, or their end is not reported
-        self.served: set[int] = set()  # requests of calls such as `generate`, which take their outputs
-        self._dropped: list[int] = []  # and not ended yet
+        self.requests: dict[int, list[CompletionState]] = {}  # unfinished, or their end is not yet reported
+        self.served: set[int] = set()  # ids of requests of `generate` and other calls that collect their own outputs
+        self._dropped: list[int] = []  # ids of dropped requests that have not ended
         self._is_undisturbed = False
         self.next_id = 0
-        self.version = 0  # of the weights: updates so far
-        # Whether the next slice is to forget cached prefixes: without an adapter, and of each.
+        self.version = 0  # weight updates so far
+        # Whether the next slice forgets cached prefixes: those without an adapter, then those of each adapter.
         self.forgets = np.zeros(1 + num_adapters, np.bool_)
         self._new_outputs: dict[int, list[CompletionState]] = {}  # requests with new output, oldest first
         self._aborts: list[int] = []  # places, for the next slice
@@ -66,17 +67,17 @@ class Books:
 
     @property
     def num_open(self) -> int:
-        """Rows that have not ended."""
+        """The number of rows that have not ended."""
         return self._num_sent + len(self.queue)
 
     @property
     def rows_sent(self) -> list[CompletionState]:
-        """On the device, or on their way."""
+        """Rows on the device, or in flight to it."""
         return [*self.on_device.values(), *itertools.chain.from_iterable(sent.rows for sent in self.under_way)]
 
     @property
     def num_unsettled(self) -> int:
-        """Requests that have not ended, or whose end is not reported."""
+        """The number of requests that have not ended, or whose end is not reported."""
         return len(self.requests.keys() | self._new_outputs.keys())
 
     @property
@@ -94,7 +95,7 @@ class Books:
 
     @property
     def has_more(self) -> bool:
-        """Whether another slice can take rows out of the queue at once: nothing is held that comes before them."""
+        """Whether another slice can send queued rows now: no row before them is held back."""
         return bool(self.queue) and not self._num_held and self._num_sent < self._max_requests
 
     @property
@@ -107,7 +108,7 @@ class Books:
 
     @without_interrupts()
     def add(self, prompt: np.ndarray, params: SamplingParams, given: np.ndarray | None = None) -> int:
-        """Queues a request, and returns its id. `given`: tokens to score, which end the prompt, but for the last."""
+        """Queues a request and returns its id. `given`: tokens to score; the prompt ends with all but the last."""
         request_id = self.next_id
         self.next_id += 1
         seed = params.seed
@@ -118,12 +119,12 @@ class Books:
         return request_id
 
     def forget(self, adapters: Iterable[int] | None = None) -> None:
-        """The next slice is to forget the prefixes of these adapters; None: all prefixes."""
+        """Makes the next slice forget the cached prefixes of these adapters; None: all prefixes."""
         self.forgets[slice(None) if adapters is None else [1 + adapter for adapter in adapters]] = True
 
     def find(self, request_id: int | None, completion: int | None) -> list[CompletionState]:
-        """The rows of a request, or of all; or only the one of this completion."""
-        # After Ctrl-C in `take_outputs` an end that is not reported may be in the new outputs alone.
+        """The rows of a request (None: of all requests), or only one completion of it."""
+        # After Ctrl-C in `take_outputs`, a request whose end is not reported may be in the new outputs only.
         if request_id is None:
             return list(itertools.chain.from_iterable((self._new_outputs | self.requests).values()))
         rows = self.requests.get(request_id) or self._new_outputs.get(request_id, [])
@@ -131,7 +132,7 @@ class Books:
 
     @without_interrupts()
     def end(self, rows: Iterable[CompletionState]) -> None:
-        """Aborts rows: at once in the queue, with the next slice on the device."""
+        """Aborts rows: queued rows at once, rows on the device with the next slice."""
         for row in rows:
             if row.finish_reason is not None or row.is_aborted:
                 continue
@@ -144,8 +145,11 @@ class Books:
             self._finish(row, RequestStatus.ABORTED)
 
     def drop(self, request_ids: Iterable[int]) -> None:
-        """Aborts requests and discards their output. May run inside the garbage collector, when an abandoned stream is
-        closed, so that what is `undisturbed` comes first."""
+        """Aborts requests and discards their output.
+
+        May run inside the garbage collector, when an abandoned stream is closed. It therefore waits for the end of an
+        `undisturbed` block.
+        """
         self._dropped.extend(request_ids)
         if not self._is_undisturbed:
             self._drop()
@@ -165,7 +169,7 @@ class Books:
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """No request is dropped inside, but at the end."""
+        """Delays `drop` to the end of the block."""
         self._is_undisturbed = True
         try:
             yield
@@ -177,10 +181,10 @@ class Books:
     def take_outputs(
         self, request_ids: Container[int] | None = None, *, finished_only: bool = False
     ) -> list[RequestOutput]:
-        """The new output of these requests, or of all that no call serves."""
+        """The new output of these requests; by default of all requests from `add_request`."""
         left, outputs = {}, []
         for request_id, rows in list(self._new_outputs.items()):
-            if rows[0].is_dropped:  # meanwhile
+            if rows[0].is_dropped:  # by the garbage collector, since the loop began
                 continue
             if request_id in self.served if request_ids is None else request_id not in request_ids:
                 left[request_id] = rows
@@ -190,16 +194,14 @@ class Books:
             outputs.append(make_output(request_id, rows))
             if outputs[-1].finished:
                 self.requests.pop(request_id, None)
-        # An interrupt before this line leaves all outputs to be reported again; none comes between these two lines.
+        # After an interrupt before this line all outputs are reported again. None comes between these two lines.
         self._new_outputs = left
         return outputs
 
     def send(self, most: int, is_held: Callable[[CompletionState], bool] | None = None) -> Sent:
-        """What goes out with the next slice, with at most so many rows. Rows that are held stay in the queue.
+        """Prepares the next slice with up to `most` queued rows. Rows for which `is_held` is true stay in the queue.
 
-        Args:
-            most: rows.
-            is_held: of each row, in their order.
+        `is_held` is called for rows in their order.
         """
         room = min(most, self._max_requests - self._num_sent)
         rows: list[CompletionState] = []
@@ -216,7 +218,7 @@ class Books:
         self.queue.extendleft(reversed(held))
         self._num_sent += len(rows)
         self._num_held = len(held)
-        # Each abort is sent once, and before anybody else can have got the place.
+        # Each abort is sent once, before its place can belong to another request.
         sent = Sent(rows, self._aborts, self.forgets, self.version)
         self._aborts, self.forgets = [], np.zeros_like(self.forgets)
         self.under_way.append(sent)
@@ -224,7 +226,7 @@ class Books:
 
     @without_interrupts()
     def take_back(self) -> Sent:
-        """Nothing of the slice that was sent last came to pass: what was sent is sent again."""
+        """Undoes the last `send`, because the slice failed: its rows, aborts and other inputs are sent again."""
         failed = self.under_way.pop()
         self.queue.extendleft(reversed([row for row in failed.rows if not row.is_aborted]))
         self._num_sent -= len(failed.rows)
@@ -236,23 +238,23 @@ class Books:
         return failed
 
     def take_places(self, report: Report) -> Sent:
-        """The slice that was sent first is over, and this is its report: where its rows are."""
+        """Enters the places of the rows of the oldest slice in flight, whose report this is."""
         sent = self.under_way.popleft()
         for row, place, refusal in zip(
             sent.rows, report.request_ids.tolist(), report.submit_statuses.tolist(), strict=False
         ):
             if refusal != SubmitStatus.ACCEPTED:
                 raise RuntimeError(
-                    f"the scheduler refused a request that the engine took: {SubmitStatus(refusal).name}."
+                    f"the scheduler refused a request that the engine accepted: {SubmitStatus(refusal).name}."
                 )
             row.place = place
             self.on_device[place] = row
-            if row.is_aborted and not report.outbox.finished[place]:  # else the place is somebody else's by now
+            if row.is_aborted and not report.outbox.finished[place]:  # else another request may have the place by now
                 self._aborts.append(place)
         return sent
 
     def take_tokens(self, report: Report, version: int) -> dict[str, Any]:
-        """What the slice generated and scored, and which rows ended. Returns how many tokens, by the stats' names."""
+        """Enters the tokens and scores of a slice, and the rows that ended. Returns numbers of tokens for the stats."""
         num_generated = num_scored = 0
         for place, tokens, logprobs, top_logprobs, aux in new_tokens(report):
             row = self.on_device[place]
@@ -268,7 +270,7 @@ class Books:
         for place in np.flatnonzero(report.outbox.finished).tolist():
             self._num_sent -= 1
             self._finish(self.on_device.pop(place), RequestStatus(int(report.outbox.finished[place])))
-        # After an interrupt the next slice is on its way already, and may have given the place to another request.
+        # After an interrupt the next slice is in flight already, and may have given the place to another request.
         self._aborts = [place for place in self._aborts if place in self.on_device]
         return dict(num_generated=num_generated, num_scored=num_scored)
 

@@ -1,4 +1,4 @@
-"""An engine's counts, after one more report."""
+"""The stats of an engine, updated by a report."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from jaxpaged._slice.state import Report
 def count_report(
     before: EngineStats, report: Report, kinds: tuple[Kind, ...], *, num_generated: int, num_scored: int, seconds: float
 ) -> EngineStats:
-    """The stats with the slice of this report: it generated and scored so many tokens in `seconds`."""
+    """The stats after the slice of this report, which generated and scored these numbers of tokens in `seconds`."""
 
     def total(so_far: int, counter: jax.Array) -> int:  # the device counts modulo 2^32
         return so_far + (int(counter) - so_far) % 2**32

@@ -1,4 +1,4 @@
-"""The engine: the host's side of continuous batching. It submits and drains; which request runs is decided in jit."""
+"""The engine: continuous batching for a model. Scheduling runs in jit; the host only submits and collects."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ DEFAULTS = EngineOptions()
 class Engine:
     """Continuous batching for a model that you bring: requests join and leave a running batch in one compiled program.
 
-    The program is a slice: `steps_per_slice` steps of the model, and every decision between them. The host sends
-    new requests in with a slice, and while it runs, reads the results of the one before. The program is compiled once,
+    The program is a slice: `steps_per_slice` steps of the model, and every decision between them. The host sends new
+    requests with each slice, and reads the results of a slice while the next one runs. The program is compiled once,
     when you make the engine.
 
     An engine is not thread-safe.
@@ -41,26 +41,26 @@ class Engine:
             writes to the cache and attends (`AttentionStep`). `hidden` is what the head needs: an array `[tokens, ...]`
             or a pytree of arrays. `apply` may return `(caches, hidden, aux)`, with small arrays `[tokens, ...]` of 32
             bits or bool that come back with the tokens (`Completion.aux`). It is traced once for each number of tokens:
-            each of `widths`, `max_num_seqs`, and `max_num_seqs + chunk_tokens`. Apart from `step.attend`, it must treat
-            tokens one by one, so that padding disturbs nothing.
+            each of `widths`, `max_num_seqs`, and `max_num_seqs + chunk_tokens`. Apart from `step.attend`, it must
+            process each token independently: some tokens are padding.
         weights: a pytree of arrays, passed to `apply`.
         caches: a pytree of `KVCache`s with the same number of blocks and the same block size. They are donated: do not
-            use them afterwards. If they lie on several devices, each device runs `apply` inside `jax.shard_map` on
-            its part of weights and caches (`docs/several_gpus.md`).
-        head: `logits = head(weights, hidden)`, `[rows, vocab]`, of those rows of `hidden` whose next tokens are drawn
-            or scored. None: `apply` returns the logits of every token in place of `hidden`, which takes much memory if
+            use them afterwards. If they are sharded over several devices, each device runs `apply` inside
+            `jax.shard_map` on its shards of weights and caches (`docs/several_gpus.md`).
+        head: `logits = head(weights, hidden)`, `[rows, vocab]`, for the rows of `hidden` whose next tokens are sampled
+            or scored. None: `apply` returns the logits of every token in place of `hidden`, which needs much memory if
             the vocabulary is large.
-        draft: a function that drafts, `drafts = draft(weights, tokens, lengths, hidden)`, traced into the program:
-            `tokens` are int32 `[max_num_seqs, max_model_len]`, of which each running request knows the first `lengths`,
-            int32 `[max_num_seqs]`. `hidden` is that of the token before the newest one, from which the newest was
-            drawn, each leaf `[max_num_seqs, ...]`. Returns int32 `[max_num_seqs, num_speculative_tokens]`; the first -1
-            ends a request's drafts. None: what followed when the newest tokens of a request occurred before, in it or
-            in another of its completions.
+        draft: `drafts = draft(weights, tokens, lengths, hidden)`, a function that guesses next tokens, traced into the
+            program. `tokens` is int32 `[max_num_seqs, max_model_len]`, of which the first `lengths`, int32
+            `[max_num_seqs]`, are known. `hidden` is the hidden state that the newest token was sampled from, each leaf
+            `[max_num_seqs, ...]`. Returns int32 `[max_num_seqs, num_speculative_tokens]`; the first -1 ends a request's
+            drafts. None: prompt lookup, which drafts what followed an earlier occurrence of the newest tokens, in the
+            request or in another of its completions.
         options: sizes and features. By default the engine chooses its sizes.
 
     Raises:
-        ValueError: options that do not go together, weights that are not arrays, caches that do not fit together, or an
-            `apply` that does not return what it should.
+        ValueError: options that exclude each other, weights that are not arrays, caches of different sizes, or an
+            `apply` with a wrong result.
         MemoryError: the GPU has no room to compile the engine or for its scratch memory.
 
     Example: see `docs/engine.md`.
@@ -88,15 +88,15 @@ class Engine:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether to call `step` again: it has not returned the end of each request that was added by `add_request`."""
+        """Whether to call `step` again: a request from `add_request` has not been reported as finished."""
         return self._books.has_some_for_step
 
     @property
     def seconds_to_spare(self) -> float:
-        """How long the next `step` can wait for requests: the slice that runs is expected to take longer.
+        """How long the caller can wait for requests before the next `step` without idling the device; 0.0 if idle.
 
-        `step` sends the next slice at once, and then waits for the one that runs. What is added until then goes out
-        with the next slice, and what is added later with the one behind it. 0.0 if nothing runs.
+        `step` sends the next slice at once, then waits for the running one. A request added before `step` is part of
+        the next slice; a later one waits for the slice after it.
 
         A slice can end early, when its requests do: set `on_slice_end` and stop waiting when it is called.
         """
@@ -104,7 +104,8 @@ class Engine:
 
     @property
     def on_slice_end(self) -> Callable[[], None]:
-        """Called whenever the device has finished a slice, on a thread of the engine; does nothing by default.
+        """A callback for the end of each slice on the device, called on a thread of the engine. Does nothing by
+        default.
 
         It must be quick and must not call the engine: set an event, or put something into a queue.
         """
@@ -123,8 +124,8 @@ class Engine:
     ) -> list[RequestOutput]:
         """Continues all prompts, and returns their outputs in order once the last is finished.
 
-        If it raises, also by Ctrl-C, its requests are aborted and the engine is ready for others. Requests from
-        `add_request` run on meanwhile; `step` returns their new output.
+        If it raises, for instance after Ctrl-C, its requests are aborted and the engine stays usable. Requests from
+        `add_request` run at the same time; `step` returns their output.
 
         Args:
             prompts: the token ids of each prompt. There may be more prompts than the device holds.
@@ -132,7 +133,7 @@ class Engine:
             progress: draw a progress bar on stderr. For anything else use `stream`.
 
         Raises:
-            ValueError: a request can never be served. No request is started then.
+            ValueError: a request that can never be served. No request is started.
             RuntimeError: the engine is asleep or lost, as in `step`.
         """
         outputs: dict[int, RequestOutput] = {}
@@ -150,11 +151,11 @@ class Engine:
     def stream(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
     ) -> Iterator[RequestOutput]:
-        """Like `generate`, but yields each request whenever it has new tokens. Request ids are in the prompts' order.
+        """Like `generate`, but yields a request whenever it has new tokens. Request ids follow the order of prompts.
 
-        If you leave the loop early, requests that are not finished are aborted. In the loop you may call `step` and
-        `generate`: what is new of this call's requests meanwhile comes with its next outputs. It raises what `generate`
-        raises, but only once it is asked for the first output.
+        Leaving the loop early aborts the unfinished requests. The loop may call `step` and `generate`; new tokens of
+        this call's requests then come with its next outputs. Errors are those of `generate`, raised when the first
+        output is requested.
         """
         with self._serving(prompts, params) as request_ids:
             while not self._books.requests.keys().isdisjoint(request_ids):
@@ -164,7 +165,7 @@ class Engine:
     def rollout(self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]) -> Rollout:
         """Like `generate`, but returns arrays on the device for a learner (`Rollout`).
 
-        Logprobs come without asking. Each shape of the arrays compiles a small program, apart from the engine's.
+        Logprobs are always returned. Each shape of the arrays compiles a small program of its own.
 
         Raises:
             ValueError: no prompts, or as in `generate`.
@@ -192,20 +193,20 @@ class Engine:
         top_logprobs: int = 0,
         adapter: int | None = None,
     ) -> list[Score]:
-        """The log probabilities of given tokens after prompts, in order, under the model.
+        """The log probabilities under the model of given tokens after prompts, in order.
 
-        They are computed in the steps that generate for other requests. If it raises, nothing is left of it, as with
-        `generate`. Prompts that begin alike share blocks with a prefix cache, but for the last token of each.
+        Scoring shares the steps of other requests. If it raises, its requests are aborted, as in `generate`. With a
+        prefix cache, prompts with a common prefix share its blocks, except the last token of each prompt.
 
         Args:
             prompts: the token ids of each prompt.
-            tokens: at least one token id for each prompt, those that follow it.
-            top_logprobs: how many of the most likely tokens to return beside each, at most the engine's `max_logprobs`.
-            adapter: the adapter with which they are scored, as in `SamplingParams`.
+            tokens: the token ids to score after each prompt, at least one.
+            top_logprobs: the number of most likely tokens to return for each, at most the engine's `max_logprobs`.
+            adapter: the adapter to score with, as in `SamplingParams`.
 
         Raises:
-            ValueError: another number of prompts than of tokens, or one that can never be served. Nothing is started
-                then.
+            ValueError: different numbers of prompts and tokens, or a request that can never be served. No request is
+                started.
             RuntimeError: the engine is asleep or lost, as in `step`.
 
         Example:
@@ -229,24 +230,24 @@ class Engine:
         """Adds a request and returns its id. It starts with the next slice that has room.
 
         Raises:
-            ValueError: the request can never be served; the message says why.
+            ValueError: a request that can never be served; the message says why.
             RuntimeError: the engine is lost, as in `step`.
         """
         self._runner.check_usable()
         return self._add(*checked_request(prompt, params, self._options))
 
     def abort(self, request_id: int | None = None, completion: int | None = None) -> bool:
-        """Ends a request, or all of them. The blocks are free within a slice, and `step` returns the end.
+        """Aborts a request, or all. Its blocks are free within a slice, and `step` reports it as finished.
 
         Args:
-            request_id: what `add_request` returned. None: every request.
-            completion: end only this one of the request's `n` completions, counted from 0. None: all of them.
+            request_id: the id from `add_request`. None: every request.
+            completion: index of the completion to abort, from 0. None: all `n` completions of the request.
 
         Returns:
-            Whether the engine knew it. It forgets a request once `step` has returned its end.
+            Whether the engine has such a request. It forgets a request once `step` has reported it as finished.
 
         Raises:
-            ValueError: a completion without its request.
+            ValueError: a completion without a request_id.
             RuntimeError: the engine is lost, as in `step`.
         """
         self._runner.check_usable()
@@ -259,27 +260,27 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Starts a slice, reads the one before it, and returns the requests from `add_request` that have new output.
 
-        Ctrl-C in it loses nothing: call `step` again. Results already returned are not reported again.
+        Ctrl-C loses nothing: call `step` again. Results already returned are not reported again.
 
         Raises:
-            RuntimeError: the engine is asleep; or a slice failed. If it had started, the donated caches are gone and
-                the engine is lost: this call and every later one except `stats` raise this error, with the failure as
-                its cause. Make another engine, and add the unfinished requests again.
+            RuntimeError: the engine is asleep, or a slice failed. If the slice had started, the donated caches are
+                gone and the engine is lost: this call and all later ones except `stats` raise this error, with the
+                failure as its cause. Make another engine, and add the unfinished requests again.
         """
         self._runner.advance()
         return self._books.take_outputs()
 
     def update_weights(self, weights: Any, *, adapters: Sequence[int] | None = None) -> None:
-        """Uses other weights of the same shapes from the next slice on. Nothing is compiled.
+        """Uses new weights of the same shapes from the next slice on, without compiling.
 
-        Running requests keep the keys and values that the old weights made; to avoid that, finish or abort them first.
-        `Completion.weight_versions` says which weights made each token.
-        The prefix cache finds nothing that was computed with the old weights, nor by a request that began with them.
+        Running requests keep the keys and values of the old weights; to avoid that, finish or abort them first.
+        `Completion.weight_versions` tells which weights computed each token. The prefix cache forgets all blocks
+        computed with the old weights, and those of requests that started with them.
 
         Args:
             weights: all weights.
-            adapters: what differs is only these adapters: the prefix cache keeps what was computed without an adapter
-                and with others. None: anything may differ.
+            adapters: the adapters that changed, if nothing else did: the prefix cache keeps the blocks of other
+                adapters and of no adapter. None: anything may have changed.
 
         Raises:
             ValueError: weights of another structure, shape or dtype, or an adapter that the engine does not have.
@@ -290,18 +291,17 @@ class Engine:
     def sleep(self) -> None:
         """Frees the memory of the caches' keys and values, for instance for a learner. Does nothing if asleep already.
 
-        What the prefix cache knew is lost, in host memory too. Until `wake_up`, `add_request` takes requests that
-        nothing serves yet, and weights may change; the engine keeps its references to the weights. Scales that a cache
-        has beside its keys and values stay.
+        The prefix cache is emptied, in host memory too. Until `wake_up`, `add_request` only queues requests, and
+        weights may change; the engine keeps its references to the weights. Scales of quantised caches stay allocated.
 
         Raises:
-            RuntimeError: requests are not finished: finish or abort them first; or a slice failed, as in `step`: once
-                told, `sleep` does its work if called again.
+            RuntimeError: there are unfinished requests: finish or abort them first; or a slice failed, as in `step`:
+                after this report, call `sleep` again.
         """
         self._runner.sleep()
 
     def wake_up(self) -> None:
-        """Takes memory for the caches again, after `sleep`. The engine's program is not compiled again.
+        """Allocates the caches again after `sleep`. Nothing is compiled again.
 
         Raises:
             RuntimeError: the engine is lost, as in `step`.
@@ -309,7 +309,7 @@ class Engine:
         self._runner.wake_up()
 
     def stats(self) -> EngineStats:
-        """The sizes, and the counts as of the last slice that the host has read."""
+        """The engine's sizes, and counts as of the last slice that the host has read."""
         return self._runner.stats()
 
     @contextlib.contextmanager
@@ -320,7 +320,7 @@ class Engine:
         *,
         given: Sequence[np.ndarray] | None = None,
     ) -> Iterator[range]:
-        """Takes requests, and gives their ids. However the block ends, nothing is left of them."""
+        """Adds requests and yields their ids. They are dropped at the end of the block, however it ends."""
         self._runner.check_usable()
         each = params_for_each(prompts, params)
         requests = [checked_request(*request, self._options) for request in zip(prompts, each, strict=True)]

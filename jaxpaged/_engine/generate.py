@@ -1,4 +1,4 @@
-"""Prompts to tokens in one call: an engine whose sizes follow from the prompts."""
+"""Prompts to tokens in one call: an engine sized by the prompts."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ def generate(
 ) -> list[RequestOutput]:
     """Continues prompts with a model: prefill, decoding, sampling, stop tokens, n completions, logprobs.
 
-    It makes an `Engine` with one cache a layer and enough blocks for the completions that run at once, by default up to
-    64. Each call compiles an engine of its own. To call it again or to change the weights, make an `Engine` yourself.
+    Makes an `Engine` with one cache per layer and enough blocks for the completions that run at once, by default up to
+    64. Every call compiles a new engine. To call it again or to change the weights, make an `Engine` yourself.
 
     Args:
-        apply: the model, `caches, hidden = apply(weights, tokens, positions, caches, step)`, as `Engine` takes it.
-            `caches` is a tuple of one `KVCache` a layer.
+        apply: the model, `caches, hidden = apply(weights, tokens, positions, caches, step)`, as in `Engine`.
+            `caches` is a tuple of one `KVCache` per layer.
         weights: a pytree of arrays, passed to `apply`.
         prompts: the token ids of each prompt.
         params: one for all prompts, or one for each.
-        head: `logits = head(weights, hidden)`, as `Engine` takes it; None: `apply` returns logits.
+        head: `logits = head(weights, hidden)`, as in `Engine`; None: `apply` returns logits.
         num_layers: layers with a cache.
         num_kv_heads: KV heads of a layer.
         head_dim: size of a head.
         dtype: dtype of the caches.
         block_size: tokens in a block.
-        draft: as `Engine` accepts it.
-        options: of the engine. Sizes that are None follow from the prompts and params. If params need more stop tokens,
-            `top_logprobs` or, for `n` completions, a prefix cache, the engine has them.
+        draft: as in `Engine`.
+        options: options of the engine. Sizes that are None follow from the prompts and params, and so do larger
+            `num_stop_ids` and `max_logprobs`, and a prefix cache for `n` completions.
         progress: draw a progress bar on stderr.
 
     Returns:
@@ -64,7 +64,7 @@ def generate(
 
     Raises:
         ValueError: no prompts, another number of params than of prompts, an empty prompt, a size that is no int or
-            below 1, a request that the options exclude, or an `apply` that does not return what it should.
+            below 1, a request that the options rule out, or an `apply` with a wrong result.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpaged

@@ -1,4 +1,4 @@
-"""What an engine is made from, checked: the weights and caches of a model."""
+"""Checks of the weights and caches that an engine is given."""
 
 import math
 import numbers
@@ -11,11 +11,11 @@ from jaxpaged._slice.pytrees import caches_in
 
 
 def own(weights: Any) -> Any:
-    """The same arrays in containers of our own: Flax's learners put other arrays into theirs."""
+    """A copy of the pytree with the same arrays: Flax optimisers replace the arrays in their own containers."""
     if (deleted := find_deleted(weights)) is not None:
         raise ValueError(
-            f"weights must be arrays that are still there; the one at {deleted} was deleted, as jit does with arrays "
-            "that are donated to it. Pass the weights that your learner returned."
+            f"weights must not be deleted arrays; the one at {deleted} was deleted, as jit does with donated arrays. "
+            "Pass the weights that your learner returned."
         )
     for path, leaf in jax.tree.leaves_with_path(weights):
         if not hasattr(leaf, "dtype") and not isinstance(leaf, numbers.Number):
@@ -28,7 +28,7 @@ def own(weights: Any) -> Any:
 
 
 def find_deleted(weights: Any) -> str | None:
-    """The path of an array that was deleted, for instance because it was donated; None: all are there."""
+    """The path of the first deleted array, for instance a donated one; None: none is deleted."""
     for path, leaf in jax.tree.leaves_with_path(weights):
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             return jax.tree_util.keystr(path) or "its root"
@@ -36,7 +36,7 @@ def find_deleted(weights: Any) -> str | None:
 
 
 def bytes_on_a_device(weights: Any) -> int:
-    """Of the arrays in the weights: what a device has of them."""
+    """Bytes of the weights on one device."""
 
     def of(leaf: Any) -> int:
         if isinstance(leaf, jax.Array):
@@ -66,7 +66,7 @@ def pool_sizes(caches: Any) -> tuple[int, int]:
         raise ValueError(f"all caches must have the same [blocks, block_size]; got {sorted(sizes)}.")
     num_blocks, block_size = sizes.pop()
     if num_blocks < 2:
-        raise ValueError(f"caches must have a block beside the null block, so at least 2; got {num_blocks=}.")
+        raise ValueError(f"caches must have a block besides the null block, so at least 2; got {num_blocks=}.")
     return num_blocks, block_size
 
 

@@ -1,4 +1,4 @@
-"""An engine whose caches lie on several devices: each of them runs the slice on its own part of caches and weights."""
+"""Engines on several devices: each device runs the slice on its shards of caches and weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from jaxpaged._slice.pytrees import caches_in
 
 
 def find_mesh(tree: Any) -> Mesh | None:
-    """The mesh of the arrays, if they lie on several devices."""
+    """The mesh of the arrays, if there are several devices."""
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) and sharding.mesh.size > 1:
@@ -20,7 +20,7 @@ def find_mesh(tree: Any) -> Mesh | None:
 
 
 def whole_beside(caches: Any, mesh: Mesh | None) -> Sharding:
-    """Of an array that each device of the caches has whole. `mesh`: theirs, if they lie on several devices."""
+    """The sharding of an array that is replicated on the devices of the caches. `mesh`: their mesh, if any."""
     if mesh is not None:
         return NamedSharding(mesh, P())
     (device,) = caches_in(caches)[0].k.sharding.device_set
@@ -28,7 +28,7 @@ def whole_beside(caches: Any, mesh: Mesh | None) -> Sharding:
 
 
 def replicate(mesh: Mesh, tree: Any) -> Any:
-    """Puts everything on every device, except arrays that lie on the mesh already."""
+    """Replicates all arrays that are not on the mesh yet."""
 
     def put(x: Any) -> jax.Array:
         sharding = getattr(x, "sharding", None)
@@ -39,10 +39,10 @@ def replicate(mesh: Mesh, tree: Any) -> Any:
 
 
 def on_each_device(mesh: Mesh, function: Callable[..., Any], weights: Any, state: Any) -> Callable[..., Any]:
-    """`new_state, report = function(weights, state, last_report, inbox)`, for weights and a state that lie as these
-    do."""
+    """`new_state, report = function(weights, state, last_report, inbox)` on each device, with the shardings of these
+    weights and this state."""
     of_weights, of_state = (jax.tree.map(lambda x: x.sharding.spec, tree) for tree in (weights, state))
-    # What is equal on all devices stays equal, because it is computed from equal values; no type proves it.
+    # Replicated values stay equal because they are computed from equal values, which `check_vma` cannot prove.
     return jax.shard_map(
         function, mesh=mesh, in_specs=(of_weights, of_state, P(), P()), out_specs=(of_state, P()), check_vma=False
     )

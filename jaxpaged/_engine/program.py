@@ -1,4 +1,4 @@
-"""The program of an engine: a slice, compiled once for the sizes of the engine, and the state with which it begins."""
+"""The program of an engine, a slice compiled once for its sizes, and its first state."""
 
 import dataclasses
 import functools
@@ -30,23 +30,23 @@ from jaxpaged._slice.run_slice import make_report, run_packed
 from jaxpaged._slice.state import Inbox, Report, State
 from jaxpaged._slice.step import model_outputs
 
-COPIES = 1.5  # memory to compile, over the largest array of the weights: 1.6 GB for 1.05 on an H100
-MOST_LOGITS = 0.05  # of a GPU's memory, for the logits of an engine without a head
-MOST_CROSSING = 4  # inboxes on the device at once, and reports: of slices that run, wait or are read
+COPIES = 1.5  # memory for compiling, over the largest array of the weights: 1.6 GB for 1.05 on an H100
+MOST_LOGITS = 0.05  # part of a GPU's memory; warn if the logits of an engine without a head need more
+MOST_CROSSING = 4  # inboxes and reports on the device at once, for slices that run, wait or are read
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled slice, and what crosses to it and back.
+    """A compiled slice.
 
     Attributes:
-        run: `state, report = run(weights, state, report, words)`: from the last report and a packed inbox to a packed
-            report. The state and the last report are donated.
-        copy: `copy(report)`, which the host may read while the report is donated.
-        no_report: what is the last report for the first slice.
-        inbox_of: `make_inbox` of the engine.
+        run: `state, report = run(weights, state, last_report, inbox)`, where reports and the inbox are packed. The
+            state and the last report are donated.
+        copy: copies a report, which is then donated to the next slice, for the host.
+        no_report: the last report that the first slice is given.
+        inbox_of: `make_inbox` with the options of the engine.
         report_types: shapes and dtypes of a report.
-        kept: arrays between which there is room for the reports and inboxes under way.
+        kept: guard arrays that reserve memory for reports and inboxes: see `keep_room`.
     """
 
     run: jax.stages.Compiled
@@ -66,7 +66,7 @@ def first_state(
     mesh: Mesh | None,
     options: ResolvedOptions,
 ) -> tuple[Setup, Any, State]:
-    """What slices have in common, the weights on the mesh of the caches, and a state without requests."""
+    """The setup of all slices, the weights on the mesh of the caches, and a state without requests."""
     shares = options.prefix_cache and not options.batch_invariant and options.windows == (None,)
     kinds = make_kinds(
         options.max_num_seqs,
@@ -78,11 +78,12 @@ def first_state(
     )
     setup = Setup(
         jax.jit(functools.partial(apply_model, apply), inline=True),
-        None if head is None else jax.jit(functools.partial(head), inline=True),  # it may have no hash of its own
+        # The partial is hashable even if `head` is not.
+        None if head is None else jax.jit(functools.partial(head), inline=True),
         kinds,
         options,
         draft,
-        # A batch-invariant engine has the rows anyway.
+        # A batch-invariant engine always computes all rows, so that drafts are free.
         row_cost=math.inf if options.batch_invariant else step_cost(0, is_gpu=options.is_gpu),
     )
     state = State.create(caches, kinds, options)
@@ -97,8 +98,11 @@ def first_state(
 
 
 def output_types(setup: Setup, weights: Any, state: State, mesh: Mesh | None) -> tuple[Any, Any]:
-    """Of a token, what `apply` returns beside the caches: shapes and dtypes. Raises `ValueError` for other dtypes of
-    `aux` than those of 32 bits and bool."""
+    """Shapes and dtypes of the hidden state and `aux` that `apply` returns for one token.
+
+    Raises:
+        ValueError: a dtype of `aux` that is neither 32 bits wide nor bool.
+    """
     function: Any = functools.partial(model_outputs, setup)
     if mesh is not None:
         of_arguments = jax.tree.map(lambda x: x.sharding.spec, (weights, state))
@@ -115,7 +119,7 @@ def output_types(setup: Setup, weights: Any, state: State, mesh: Mesh | None) ->
 
 
 def warn_of_logits(kinds: tuple[Kind, ...], logits: Any) -> None:
-    """Warns of an engine without a head whose logits, for each token of a step, need much memory."""
+    """Warns if the logits of an engine without a head, one row for each token of a step, need much memory."""
     memory = _device.memory()
     most = kinds[-1].width * sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(logits))
     if memory is not None and most > MOST_LOGITS * memory[1]:
@@ -127,9 +131,9 @@ def warn_of_logits(kinds: tuple[Kind, ...], logits: Any) -> None:
 
 
 def compile_in_memory(lowered: Any, weights: Any, caches: Any) -> Any:
-    """Compiles a slice. Raises `MemoryError` if the GPU has no room for that, or for the slice's scratch memory."""
+    """Compiles a slice. Raises `MemoryError` if the GPU lacks memory to compile it, or for its scratch memory."""
     needs = f"weights need {bytes_on_a_device(weights) / 1e9:.1f} GB, caches {bytes_on_a_device(caches) / 1e9:.1f}"
-    # To choose how a product is computed, XLA runs it on copies of its operands.
+    # XLA's autotuner runs matrix products on copies of their operands.
     most = int(COPIES * max(map(bytes_on_a_device, jax.tree.leaves(weights)), default=0))
     purpose = f"the engine does not fit: {needs}, compiling {most / 1e9:.1f} or more"
     check_memory(most, purpose)
@@ -146,7 +150,7 @@ def compile_in_memory(lowered: Any, weights: Any, caches: Any) -> Any:
 
 
 def compile_program(setup: Setup, weights: Any, state: State, mesh: Mesh | None, options: ResolvedOptions) -> Program:
-    """For weights and a state that lie as these do."""
+    """Compiles a slice for the shapes and shardings of these weights and this state."""
     inbox_of = functools.partial(make_inbox, options)
     forgets = np.zeros(1 + options.num_adapters, np.bool_)
     no_input = inbox_of([], [], wants_logprobs=False, num_steps=0, forgets=forgets)
@@ -155,13 +159,13 @@ def compile_program(setup: Setup, weights: Any, state: State, mesh: Mesh | None,
         function = on_each_device(mesh, function, weights, state)
     rows = no_input.requests.prompt_lengths
     _, report_types = jax.eval_shape(functools.partial(make_report, setup), state, rows, rows)
-    # Bound to a device only if the caches are: else it would bind all that the slice returns.
+    # Committed to a device only if the caches are: otherwise all results of the slice would be committed to it.
     device = whole_beside(state.caches, mesh) if caches_in(state.caches)[0].k.committed else None
     no_report = jnp.zeros(num_words(report_types), jnp.int32, device=device)
-    # The last report, and what is never read of the state, are there so that all that is new has the buffer of what is
-    # old: XLA changes a CUDA graph if a buffer in it has moved. [slices_h100]
+    # The last report and the unused parts of the state are arguments so that each result reuses the buffer of its
+    # predecessor: XLA updates a CUDA graph when a buffer in it has moved. [slices_h100]
     jitted = jax.jit(function, donate_argnums=(1, 2), keep_unused=True, compiler_options=options.compiler_options)
-    # Compiled, and not jitted: another shape or dtype would be an error, and never a second program.
+    # Compiled ahead of time: another shape or dtype is an error instead of a second program.
     run = compile_in_memory(jitted.lower(weights, state, no_report, words := pack(no_input)), weights, state.caches)
     copy = jax.jit(jnp.copy).lower(no_report).compile()
     inbox = jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=no_report.sharding)

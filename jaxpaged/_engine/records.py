@@ -1,4 +1,4 @@
-"""What a caller hands to an engine with a request, and what comes back."""
+"""The public records of an engine: sampling parameters, outputs, scores and stats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxpaged._integers import checked_size
 
-LEAST, MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # numbers that the device holds
+LEAST, MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # finite float32 numbers above 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,28 +20,27 @@ class SamplingParams:
 
     Attributes:
         max_tokens: the most new tokens.
-        temperature: 0 takes the most likely token.
-        top_k: draw from the k most likely tokens, and those as likely as the k-th; 0 or -1: from all.
-        top_p: of these, draw from the most likely tokens that together have this part of their probability; 1: from
-            all. Equally likely tokens are kept or cut together.
-        min_p: before `top_p`, cut tokens whose probability, after temperature, is less than this part of the most
+        temperature: divides the logits; 0 is greedy decoding.
+        top_k: sample from the k most likely tokens, with all tokens as likely as the k-th; 0 or -1: from all.
+        top_p: sample from the most likely tokens, after `top_k`, whose probabilities sum to `top_p`; 1: from all.
+            Equally likely tokens are kept or cut together.
+        min_p: before `top_p`, cut tokens whose probability, after temperature, is less than `min_p` times the most
             likely token's; 0: none.
         seed: from 0 to 2^32 - 1. A request's tokens depend on its prompt, its parameters and its seed, not on other
-            requests. None: the engine gives each request a seed.
-        stop_token_ids: each of these ends the request, and stays its last token. Kept as a tuple.
-        n: the number of completions. The scheduler sees each as a request. The first has `seed`, the i-th a seed made
-            of `seed` and i.
-        logprobs: whether to return the log probability of each new token under the model, before temperature, top_k
-            and top_p unless the engine has `processed_logprobs`. A bool, where vLLM takes a number: that is
-            `top_logprobs`.
-        prompt_logprobs: whether to return those of the prompt's tokens too. It then takes nothing from the prefix
-            cache; of `n` completions, only the first does not.
-        top_logprobs: how many of the most likely tokens to return with their log probabilities, beside each new token
-            and, with `prompt_logprobs`, beside each token of the prompt; at most the engine's `max_logprobs`. They are
-            always the model's.
-        adapter: the model's adapter that the request takes, from 0 on, below the engine's `num_adapters`; None: none.
-        head_start: on the device the request ranks as if it had come this many requests earlier, right after the one
-            that did; if negative, later.
+            requests. None: the engine chooses a seed for each request.
+        stop_token_ids: each of these ends the request, and is kept as its last token. Stored as a tuple.
+        n: the number of completions. The scheduler treats each as a request. The first uses `seed`, the i-th a seed
+            derived from `seed` and i.
+        logprobs: whether to return the log probability of each new token. By default this is the model's, before
+            temperature, `top_k`, `top_p` and `min_p`; with the engine's `processed_logprobs` it is that of the
+            distribution actually sampled from. A bool: vLLM's number is `top_logprobs`.
+        prompt_logprobs: whether to return the log probabilities of the prompt's tokens too. The whole prompt is then
+            computed, without the prefix cache; with `n` completions, only for the first.
+        top_logprobs: the number of most likely tokens to return for each new token and, with `prompt_logprobs`, for
+            each prompt token; at most the engine's `max_logprobs`. Their log probabilities are always the model's.
+        adapter: index of the adapter that the request uses, below the engine's `num_adapters`; None: no adapter.
+        head_start: on the device the request is ranked as if it had arrived this many requests earlier, right after
+            the request that did; if negative, later.
     """
 
     max_tokens: int = 16
@@ -74,8 +73,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if not isinstance(value := getattr(self, name), bool | np.bool_):
                 raise ValueError(
-                    f"{name} must be True or False; got {name}={value!r}. They are of the request's own tokens; "
-                    "top_logprobs says how many other likely tokens to return."
+                    f"{name} must be True or False; got {name}={value!r}. They return the logprobs of the "
+                    "request's own tokens; top_logprobs is the number of other likely tokens."
                 )
         wrong = {
             "temperature must be a number of at least 0": not _is_within(self.temperature, 0, MOST),
@@ -98,13 +97,13 @@ class Completion:
 
     Attributes:
         token_ids: the new tokens so far.
-        logprobs: the log probability of each; None if the request did not ask for them.
+        logprobs: the log probability of each token; None without `SamplingParams.logprobs`.
         finish_reason: "stop" after a stop token, "length" after `max_tokens`, "abort"; None: not finished.
-        weight_versions: how often `Engine.update_weights` had been called when each token was made.
-        top_logprobs: beside each, the log probabilities of the most likely tokens by token, the most likely first;
-            None if the request did not ask for them.
-        aux: what `apply` returned as `aux` for the token that each was drawn from: each leaf a NumPy array `[tokens,
-            ...]`. None if it returns none, or there are no tokens.
+        weight_versions: for each token, the number of `Engine.update_weights` calls before it was computed.
+        top_logprobs: for each token, the log probabilities of the most likely tokens by token id, the most likely
+            first; None without `SamplingParams.top_logprobs`.
+        aux: for each token, the `aux` that `apply` returned for the token before it; each leaf is a NumPy array
+            `[tokens, ...]`. None if `apply` returns none, or there are no tokens.
     """
 
     token_ids: list[int]
@@ -118,18 +117,18 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class RequestOutput:
-    """What a request has generated so far.
+    """The output of a request so far.
 
     Attributes:
         request_id: the id from `Engine.add_request`.
         outputs: its `n` completions.
         finished: whether all completions are finished.
-        prompt_logprobs: the log probability of each token of the prompt after those before it, None for the first;
-            NaN while it is not computed. None if the request did not ask for them.
-        prompt_top_logprobs: beside each of these, the most likely tokens, as in `Completion`; None for the first; empty
-            while they are not computed.
-        num_cached_tokens: tokens of the prompt that the first completion found in the prefix cache when it began; 0
-            until then.
+        prompt_logprobs: the log probability of each prompt token given those before it: None for the first, NaN until
+            it is computed. None without `SamplingParams.prompt_logprobs`.
+        prompt_top_logprobs: for each prompt token, the most likely tokens, as in `Completion`: None for the first,
+            empty until they are computed.
+        num_cached_tokens: prompt tokens that the first completion found in the prefix cache when it started; 0 until
+            then.
     """
 
     request_id: int
@@ -142,12 +141,12 @@ class RequestOutput:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """What a model makes of given tokens.
+    """The log probabilities of given tokens under a model.
 
     Attributes:
-        logprobs: the log probability of each, after the prompt and the tokens before it.
-        is_greedy: whether each is the most likely token there, which a temperature of 0 would take.
-        top_logprobs: beside each, the most likely tokens, as in `Completion`; None if they were not asked for.
+        logprobs: the log probability of each token, given the prompt and the tokens before it.
+        is_greedy: whether each token is the most likely one, which greedy decoding would choose.
+        top_logprobs: for each token, the most likely tokens, as in `Completion`; None without `top_logprobs`.
     """
 
     logprobs: list[float]
@@ -165,28 +164,29 @@ class EngineStats:
         chunk_tokens: the most prompt tokens that a step computes, with one token of each running request.
         widths: the rows of narrower steps. A batch-invariant engine uses none.
         steps_per_slice: the most steps of the model between two reports to the host.
-        num_queued: requests on the host now.
-        num_waiting: requests on the device that wait now.
-        num_running: requests that run now.
+        num_queued: requests waiting on the host now.
+        num_waiting: requests waiting on the device now.
+        num_running: requests running now.
         num_blocks: blocks of each cache, without the null block.
-        num_free_blocks: free blocks now. They include cached prefixes that nobody holds.
-        seconds: the time during which there were requests.
-        num_slices: slices read.
+        num_free_blocks: free blocks now, with cached prefixes that no request uses.
+        seconds: the time with unfinished requests.
+        num_slices: slices whose results the host has read.
         num_steps: steps of the model.
-        num_narrow_steps: steps of single tokens with fewer than `max_num_seqs` rows.
-        num_mixed_steps: steps that had rows for chunks of prompts.
-        num_steps_by_kind: steps by their rows, such as `{"single_64": 10, "mixed_1024": 3}`: ten of up to 64 single
-            tokens, and three of up to 1024 tokens with chunks of prompts.
+        num_narrow_steps: decode steps with fewer than `max_num_seqs` rows.
+        num_mixed_steps: steps with room for chunks of prompts.
+        num_steps_by_kind: steps by their rows, such as `{"single_64": 10, "mixed_1024": 3}`: ten decode steps of up to
+            64 tokens, and three steps of up to 1024 tokens with chunks of prompts.
         num_generated: new tokens.
-        num_drafted: drafts that were computed.
-        num_accepted: of these, drafts that became tokens.
-        num_scored: tokens scored, by `score` or as `prompt_logprobs`; again after a preemption.
+        num_drafted: drafted tokens that were verified.
+        num_accepted: drafted tokens that were accepted.
+        num_scored: tokens scored, by `score` or as `prompt_logprobs`; tokens scored again after a preemption count
+            again.
         num_computed: tokens computed, including prompts and recomputed tokens.
-        num_saved_reads: tokens of shared blocks whose keys and values a step did not read again, summed over the steps.
-        num_found: tokens found in the prefix cache, and so not computed.
-        num_brought: tokens whose keys and values came back from host memory, to be found.
+        num_saved_reads: reads of a token's keys and values that shared blocks saved, summed over the steps.
+        num_found: tokens found in the prefix cache instead of computed.
+        num_brought: tokens whose keys and values were copied back from host memory.
         host_bytes: bytes of cached blocks in host memory now.
-        num_recomputed: computed tokens that preemptions dropped.
+        num_recomputed: computed tokens that preemptions discarded.
         num_preempted: preemptions.
     """
 
@@ -220,5 +220,5 @@ class EngineStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens per second, counting only time during which there were requests."""
+        """New tokens per second, over the time with unfinished requests."""
         return self.num_generated / self.seconds if self.seconds else 0.0

@@ -1,4 +1,4 @@
-"""Requests on the host: what an inbox is made of, and what a report says of them."""
+"""Requests on the host: checks, the inbox made of them, and the outputs read from a report."""
 
 import bisect
 import dataclasses
@@ -18,7 +18,7 @@ from jaxpaged._slice.sampling import TopLogprobs
 from jaxpaged._slice.state import Inbox, Report
 
 ZERO: Any = np.int32(0)
-MOST_ARRIVALS = 64  # requests that a slice takes; more are fed by slices of no steps
+MOST_ARRIVALS = 64  # requests sent with a slice; more are sent with slices without steps
 FINISH_REASONS = {RequestStatus.STOPPED: "stop", RequestStatus.EXHAUSTED: "length", RequestStatus.ABORTED: "abort"}
 
 
@@ -27,13 +27,13 @@ class CompletionState:
     """One completion of a request: a request to the scheduler.
 
     Attributes:
-        request_id: the engine's number of the request that it is a completion of.
-        prompt: what is known at the start; all but the last of the tokens to score are.
-        given: the token after it, if it is not sampled but scored.
-        span: where the tokens to score begin and end; (0, 0): none.
-        place: the scheduler's number; None: it is not on the device, or the host has not read that it is.
-        is_dropped: it is not reported any more.
-        num_cached: tokens found in the prefix cache when it began.
+        request_id: the engine's id of its request.
+        prompt: the prompt, followed by all but the last of the tokens to score.
+        given: the last token to score, if any.
+        span: begin and end of the tokens to score; (0, 0): none.
+        place: the scheduler's index of it; None: it is not on the device, as far as the host has read.
+        is_dropped: whether its output is discarded.
+        num_cached: tokens found in the prefix cache when it started.
     """
 
     request_id: int
@@ -49,7 +49,7 @@ class CompletionState:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
-    aux: Any = None  # of each token
+    aux: Any = None  # NumPy arrays [tokens, ...]
     weight_versions: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
 
@@ -73,7 +73,7 @@ class CompletionState:
     def take_scores(
         self, positions: np.ndarray, logprobs: np.ndarray, is_best: np.ndarray, top_logprobs: TopLogprobs | None
     ) -> int:
-        """How many there are. After a preemption they come again."""
+        """Enters scores and returns their number. After a preemption, tokens are scored again."""
         index = positions - self.span[0]
         self.scores[index], self.is_best[index] = logprobs, is_best
         if top_logprobs is not None and self.params.top_logprobs:
@@ -87,7 +87,7 @@ class CompletionState:
 
 
 def by_token(top_logprobs: TopLogprobs, num: int) -> list[dict[int, float]]:
-    """Of each row the first `num` tokens and their logprobs."""
+    """The first `num` tokens of each row with their logprobs."""
     tokens, logprobs = (np.asarray(x)[:, :num].tolist() for x in (top_logprobs.tokens, top_logprobs.logprobs))
     return [dict(zip(*of_row, strict=True)) for of_row in zip(tokens, logprobs, strict=True)]
 
@@ -95,7 +95,7 @@ def by_token(top_logprobs: TopLogprobs, num: int) -> list[dict[int, float]]:
 def make_rows(
     request_id: int, prompt: np.ndarray, params: SamplingParams, seed: int, given: np.ndarray | None = None
 ) -> list[CompletionState]:
-    """A row for each completion. `given`: tokens to score, which end the prompt, but for the last."""
+    """A row for each completion. `given`: tokens to score; the prompt ends with all but the last."""
     others = [CompletionState(request_id, prompt, params, completion_seed(seed, i)) for i in range(1, params.n)]
     if given is not None:
         span = len(prompt) + 1 - len(given), len(prompt) + 1
@@ -137,15 +137,15 @@ def check_vocabulary(tokens: np.ndarray, options: ResolvedOptions) -> None:
 def checked_request(
     prompt: Sequence[int], params: SamplingParams, options: ResolvedOptions
 ) -> tuple[np.ndarray, SamplingParams]:
-    """The prompt as int32, and the parameters, if an engine with these options can ever serve them."""
+    """The prompt as int32, and the parameters. Raises `ValueError` if the engine can never serve them."""
     tokens = checked_prompt(prompt)
     check_params(params)
     check_vocabulary(tokens, options)
     limit = len(tokens) + params.max_tokens
     if limit > (max_model_len := options.max_model_len):
         raise ValueError(
-            f"a prompt of {len(tokens)} tokens and {params.max_tokens} new ones are more than the engine's "
-            f"{max_model_len=}. Shorten one of them, or make an engine with a larger max_model_len."
+            f"a prompt of {len(tokens)} tokens and {params.max_tokens} new ones exceed the engine's {max_model_len=}. "
+            "Shorten one of them, or make an engine with a larger max_model_len."
         )
     windows, num_blocks, block_size = options.windows, options.num_blocks, options.block_size
     num_needed = most_blocks(windows, -(-(limit - 1) // block_size), block_size)  # the last token is never computed
@@ -154,10 +154,10 @@ def checked_request(
             range(num_blocks), num_blocks - 1, key=lambda columns: most_blocks(windows, columns, block_size)
         )
         raise ValueError(
-            f"{limit} tokens need {num_needed} blocks of {block_size}, and the caches have {num_blocks - 1} beside the "
-            f"null block: {(most - 1) * block_size + 1} tokens fit, prompt and new ones together. Make the engine with "
-            "caches of more blocks: an 8-bit dtype halves their bytes, `layer_groups` saves what windows have passed, "
-            "and several GPUs hold more."
+            f"{limit} tokens need {num_needed} blocks of {block_size}, and the caches have {num_blocks - 1} besides "
+            f"the null block: {(most - 1) * block_size + 1} tokens fit, prompt and new ones together. Make the engine "
+            "with caches of more blocks: an 8-bit dtype halves their bytes, `layer_groups` frees blocks that have "
+            "left a window, and several GPUs hold more."
         )
     if len(params.stop_token_ids) > (num_stop_ids := options.num_stop_ids):
         raise ValueError(f"a request has at most {num_stop_ids=} stop tokens; got {params.stop_token_ids}.")
@@ -192,7 +192,7 @@ def make_output(request_id: int, rows: Sequence[CompletionState]) -> RequestOutp
 
 
 def completion_seed(seed: int, index: int) -> int:
-    """The seed of the `index`-th completion of a request: the first has the request's own."""
+    """The seed of the `index`-th completion of a request. The first has the request's own."""
     return seed if index == 0 else int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
 
 
@@ -205,7 +205,7 @@ def make_inbox(
     num_steps: int,
     forgets: np.ndarray,
 ) -> Inbox:
-    """An inbox whose shapes and dtypes are the same whatever is in it."""
+    """An inbox. Its shapes and dtypes depend on the options alone."""
     num_rows, max_length = min(MOST_ARRIVALS, options.max_requests), options.max_model_len
 
     def column(values: Sequence[float | None], default: Any = ZERO) -> Any:
@@ -243,13 +243,12 @@ def make_inbox(
 
 
 def new_tokens(report: Report) -> Iterator[tuple[int, list[int], list[float], TopLogprobs | None, Any]]:
-    """The new tokens of each request that has any, their logprobs, the most likely tokens and `aux`, by the scheduler's
-    number."""
+    """For each request with new tokens: its place, the tokens, their logprobs, the most likely tokens, and `aux`."""
     outbox = report.outbox
     places = np.asarray(outbox.request_ids)
     is_new = places < len(outbox.finished)
     places, tokens, logprobs = places[is_new], np.asarray(outbox.tokens)[is_new], np.asarray(report.logprobs)[is_new]
-    order = np.argsort(places, kind="stable")  # a request's tokens stay in the order of the steps
+    order = np.argsort(places, kind="stable")  # keeps the order of a request's tokens
     places, tokens, logprobs = places[order], tokens[order].tolist(), logprobs[order].tolist()
     top_logprobs, aux = jax.tree.map(lambda x: np.asarray(x)[is_new][order], (report.top_logprobs, report.aux))
     starts = np.flatnonzero(np.diff(places, prepend=-1)).tolist()
@@ -259,7 +258,7 @@ def new_tokens(report: Report) -> Iterator[tuple[int, list[int], list[float], To
 
 
 def new_scores(report: Report) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray, np.ndarray, TopLogprobs | None]]]:
-    """The new scores of each request that has any, by the scheduler's number, for `CompletionState.take_scores`."""
+    """For each request with new scores: its place, and the arguments of `CompletionState.take_scores`."""
     scores = report.scores
     places = np.asarray(scores.request_ids)
     positions, logprobs, is_best = map(np.asarray, (scores.positions, scores.logprobs, scores.is_best))

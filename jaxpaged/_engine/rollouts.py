@@ -1,4 +1,4 @@
-"""What a learner takes from an engine: tokens and logprobs as arrays that never leave the device."""
+"""Rollouts for a learner: tokens and logprobs as arrays that stay on the device."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from jaxpaged._slice.state import Report
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """Completions as arrays `[completions, most]`: the `n` of the first prompt, then those of the second, and so on.
+    """Completions as arrays `[completions, most]`, zero past the end of each completion.
 
-    `most` is the largest `max_tokens`.
+    `most` is the largest `max_tokens`. Completions are in the order of the prompts, the `n` of a prompt together.
 
     Attributes:
-        tokens: int32; 0 behind the end of a completion.
-        logprobs: float32, of each token; 0 behind the end.
-        mask: bool, whether there is a token.
-        weight_versions: int32, how often `update_weights` had been called when each token was made; 0 behind the end.
-        aux: what `apply` returned as `aux` for the token that each was drawn from, `[completions, most, ...]`; 0 behind
-            the end. None: it returns none.
+        tokens: int32.
+        logprobs: float32, log probability of each token.
+        mask: bool, True where there is a token.
+        weight_versions: int32, for each token the number of `update_weights` calls before it was computed.
+        aux: for each token, the `aux` that `apply` returned for the token before it, `[completions, most, ...]`. None
+            if `apply` returns none.
     """
 
     tokens: jax.Array
@@ -40,24 +40,24 @@ class Rollout:
 
 
 class Collector:
-    """Puts the tokens of rows into a `Rollout`, slice by slice. The host only says where.
+    """Writes the tokens of completions into a `Rollout` on the device, slice by slice.
 
     Args:
-        rows: those whose tokens are wanted.
+        rows: the completions.
         types: shapes and dtypes of a report.
     """
 
     def __init__(self, rows: Sequence[CompletionState], types: Report):
         leaves, tree = jax.tree.flatten(types)
-        self._types, self._aux = (tree, tuple(leaves)), types.aux  # hashable, and those of `aux`
+        self._types, self._aux = (tree, tuple(leaves)), types.aux  # hashable
         self._index = {id(row): i for i, row in enumerate(rows)}
         self._shape = len(rows), max(row.params.max_tokens for row in rows)
         self._rollout: Rollout | None = None
 
     def take(self, words: jax.Array, report: Report, on_device: Mapping[int, CompletionState], version: int) -> None:
-        """The tokens of one slice: of its report, packed on the device and in NumPy's arrays."""
+        """Adds the tokens of one slice. `words`: its packed report on the device; `report`: in NumPy arrays."""
         request_ids = report.outbox.request_ids
-        begins = np.full(request_ids.max(initial=0) + 1, -1)  # of each place, where its next token goes
+        begins = np.full(request_ids.max(initial=0) + 1, -1)  # target of the next token at each place
         for place, row in on_device.items():
             if id(row) in self._index and place < len(begins):
                 begins[place] = self._index[id(row)] * self._shape[1] + len(row.token_ids)
@@ -73,12 +73,12 @@ class Collector:
         self._rollout = _put(self._rollout, words, targets, np.int32(version), types=self._types)
 
     def result(self) -> Rollout:
-        assert self._rollout is not None  # each request has a token at least, or was aborted in a slice
+        assert self._rollout is not None  # every request has a token, or was aborted in a slice
         return jax.tree.map(lambda x: x.reshape(*self._shape, *x.shape[1:]), self._rollout)
 
 
 def _empty(shape: tuple[int, int], words: jax.Array, aux: Any) -> Rollout:
-    """`aux`: its types in a report, `[steps, draws, ...]`."""
+    """`aux`: its shapes and dtypes in a report, `[steps, draws, ...]`."""
 
     def zeros(dtype: Any, *of_token: int) -> jax.Array:
         return jnp.zeros((shape[0] * shape[1], *of_token), dtype, device=words.sharding)

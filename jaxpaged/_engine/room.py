@@ -1,4 +1,4 @@
-"""Room on a GPU for arrays that come and go while slices run."""
+"""GPU memory reserved for arrays that are allocated while slices run."""
 
 from typing import Any
 
@@ -6,19 +6,21 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
-GUARD_BYTES = 256 * 1024  # of an array between two rooms: too large for a gap elsewhere
+GUARD_BYTES = 256 * 1024  # size of a guard array: too large for a gap elsewhere
 
 
 def keep_room(arrays: Any, count: int, device: Sharding) -> list[jax.Array]:
-    """Leaves room for so many of each of these arrays between others, which are returned: the room is there as long as
-    they are.
+    """Leaves gaps for `count` copies of each array between guard arrays. The gaps exist while the guards are alive.
 
-    JAX's allocator takes the least room that suffices, so arrays of these sizes never lie where the slice's scratch
-    memory was. If that moves, XLA changes the slice's CUDA graph, and to change it takes as long as a step.
+    JAX's allocator uses the smallest gap that suffices, so arrays of these sizes never occupy the slice's scratch
+    memory. If the scratch memory moves, XLA updates the slice's CUDA graph, which costs as much as a step.
     [host_room_h100] [room_h200]
 
     Args:
-        device: for the arrays between.
+        device: where the guards are.
+
+    Returns:
+        The guards.
     """
     places = [
         (jnp.zeros(x.shape, x.dtype, device=x.sharding), jnp.zeros(GUARD_BYTES, jnp.uint8, device=device))

@@ -1,4 +1,4 @@
-"""The host's side of slices: it sends them, a thread of their own runs them one after the other, and it reads them."""
+"""Running slices: the host sends them, a thread runs them one after the other, and the host reads their reports."""
 
 import dataclasses
 import os
@@ -32,26 +32,27 @@ from jaxpaged._slice.packing import pack, unpack
 from jaxpaged._slice.pytrees import difference
 from jaxpaged._slice.state import Report, State
 
-AHEAD = 1  # slices that run while the host reads the one before
-SEND_SECONDS, SEND_PART = 4e-3, 0.25  # and this part of a slice: so long before its end the next one is sent in time
-NUM_TIMED = 4  # slices: each step is expected to take as long as in the quickest of them
+AHEAD = 1  # slices in flight while the host reads the one before them
+# The next slice is sent this long before the end of the running one, at least: seconds, and a part of the slice.
+SEND_SECONDS, SEND_PART = 4e-3, 0.25
+NUM_TIMED = 4  # slices: the expected time of a step is that of the quickest of them
 
 
 def time_to_spare(seconds: float) -> float:
-    """How much of a slice that takes so long the next one can wait."""
+    """How long after the start of a slice of this many seconds the next one can be sent."""
     return seconds - max(SEND_SECONDS, SEND_PART * seconds)
 
 
 class Runner:
-    """Runs slices for an engine, whose books say what to send with them. It holds the weights and the state.
+    """Runs slices for an engine, whose books say what to send with them. Holds the weights and the state.
 
     Attributes:
-        books: the engine's.
-        weights: of the next slice.
-        state_of_slice: of the slice that the thread has begun last.
-        collector: of the rollout under way.
-        since: when the stats were last counted, or the first request came.
-        on_slice_end: called on a thread of the runner whenever a slice has ended.
+        books: the engine's books.
+        weights: the weights of the next slice.
+        state_of_slice: the state returned by the last slice that the thread has started.
+        collector: the collector of the running rollout, if any.
+        since: time of the last update of the stats, or of the first request since the engine was idle.
+        on_slice_end: called on a thread of the runner at the end of each slice.
         counts: the stats as of the last slice that was read.
     """
 
@@ -77,19 +78,19 @@ class Runner:
             self.tier = HostTier(copies, least_tokens=options.chunk_tokens // 2, growth=options.growth)
         self.program = compile_program(setup, weights, state, self.mesh, options)
         self._last_report = self.program.no_report
-        # A call takes milliseconds. On a CPU, or if the model has a loop, it waits for its steps: this thread does.
+        # The call of a slice needs milliseconds. On a CPU, or if the model has a loop, it blocks until its steps end.
         self.thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged"), os.getpid()
         self._worker = self.thread.submit(threading.current_thread).result()
-        # Another thread waits for the ends of slices. They are timed there: a caller may read them much later.
+        # Another thread waits for the ends of slices and records their times: a caller may read them much later.
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged-watcher")
         self.on_slice_end: Callable[[], None] = do_nothing
-        self._asleep: list[tuple[jax.Array, Any, Any]] = []  # arrays that are gone, their types and shardings
-        self._failure: BaseException | None = None  # of the slice that took the state with it
-        self._unread_failure: Exception | None = None  # of a slice: those behind it do not run
+        self._asleep: list[tuple[jax.Array, Any, Any]] = []  # deleted arrays, their types and shardings
+        self._failure: BaseException | None = None  # the failure of a slice to which the state was donated
+        self._unread_failure: Exception | None = None  # the failure of a slice: later ones do not run
         self.collector: Collector | None = None
         self.since = time.perf_counter()
-        self._step_seconds: deque[float] = deque(maxlen=NUM_TIMED)  # in the last slices
-        self._ended = self.since  # when the last slice that was read had ended
+        self._step_seconds: deque[float] = deque(maxlen=NUM_TIMED)  # time of a step in each of the last slices
+        self._ended = self.since  # end of the last slice that was read
         num_blocks = options.num_blocks - 1
         self.counts = EngineStats(
             max_num_seqs=options.max_num_seqs,
@@ -104,7 +105,7 @@ class Runner:
 
     @property
     def state(self) -> State:
-        """The state, once the slices under way are queued: what is read of it waits for them."""
+        """The state after the slices in flight. Reading its arrays waits for them."""
         for sent in self.books.under_way:
             if (failure := self.wait_for(sent)) is not None:
                 raise failure
@@ -131,13 +132,13 @@ class Runner:
     def check_usable(self) -> None:
         if self._process != os.getpid():
             raise RuntimeError(
-                "this engine was made before os.fork(), and its thread and its device stayed with the parent process. "
+                "this engine was made before os.fork(): its thread and its device belong to the parent process. "
                 "Make engines in the process that uses them; start processes with multiprocessing's 'spawn'."
             )
         if self._failure is not None:
             raise RuntimeError(
-                "this engine is lost: a slice failed, and took the caches with it, which were donated. Make another "
-                f"engine, and add the {self.books.num_unfinished} unfinished requests again. The failure was "
+                "this engine is lost: a slice failed, and its donated caches are gone. Make another engine, and add "
+                f"the {self.books.num_unfinished} unfinished requests again. The failure was "
                 f"{type(self._failure).__name__}: {self._failure}"
             ) from self._failure
 
@@ -145,7 +146,7 @@ class Runner:
         """Sends a slice, and reads those before it."""
         self.check_usable()
         if self._asleep:
-            raise RuntimeError("the engine is asleep, and its caches are gone; call wake_up() first.")
+            raise RuntimeError("the engine is asleep and has no caches; call wake_up() first.")
         with self.books.undisturbed():
             if self.tier is not None and self.books.is_device_empty:
                 self.tier.wait()
@@ -153,13 +154,13 @@ class Runner:
                 self._send()
             while len(self.books.under_way) > AHEAD:
                 self.receive()
-            if not self.books.num_open:  # the caller may donate the weights now, which the slice behind the last reads
+            if not self.books.num_open:  # the caller may donate the weights after this call
                 for sent in self.books.under_way:
                     self.wait_for(sent)
 
     @without_interrupts()
     def _send(self) -> None:
-        """Starts a slice. If more requests wait than it takes, slices without steps before it take the others."""
+        """Starts a slice. If more requests wait than one slice accepts, slices without steps before it accept them."""
         if self.tier is not None:
             self.tier.before_send(self.books.rows_sent)
         while True:
@@ -187,10 +188,10 @@ class Runner:
                 return
 
     def run(self, weights: Any, inbox: jax.Array, sent: Sent) -> jax.Array:
-        """From a packed inbox to a packed report. On the engine's own thread, one slice after the other: what else this
-        thread does, the GPU waits for."""
+        """Runs a slice from a packed inbox to a packed report. Runs on the engine's thread, which must do nothing else:
+        the GPU waits for it."""
         sent.began = time.perf_counter()
-        if self._unread_failure is not None:  # what it was to end or to forget is still there
+        if self._unread_failure is not None:  # its aborts and forgotten prefixes have not taken effect
             raise self._unread_failure
         try:
             try:
@@ -198,7 +199,7 @@ class Runner:
                     for state in self.tier.run(self.state_of_slice, sent.moves):
                         self.state_of_slice = state
             except Exception as failure:
-                sent.failure = failure  # the slice runs all the same: what its inbox says counts for those behind it
+                sent.failure = failure  # the slice runs anyway: later ones rely on its inbox
             state, report = self.program.run(weights, self.state_of_slice, self._last_report, inbox)
             words = self.program.copy(report)
             self._watcher.submit(self._watch, sent, words)
@@ -211,7 +212,7 @@ class Runner:
                 raise
             self._unread_failure = RuntimeError(
                 f"the engine's weights at {path} were deleted, as jit does with arrays that are donated to it. Pass "
-                "the new ones to update_weights, and go on: no request of add_request is lost."
+                "the new ones to update_weights and continue: no request of add_request is lost."
             )
             raise self._unread_failure from failure
         return words
@@ -225,19 +226,19 @@ class Runner:
             self.on_slice_end()
 
     def wait_for(self, sent: Sent) -> BaseException | None:
-        """The failure of a slice's call, once that has returned."""
+        """Waits for the call of a slice to return, and returns its failure, if any."""
         assert sent.words is not None
         while not sent.has_returned.wait(1.0):
-            if self._worker not in threading.enumerate():  # not `is_alive`: Ctrl-C in it may declare a thread dead
+            if self._worker not in threading.enumerate():  # `is_alive` may wrongly return False after Ctrl-C
                 self._failure = RuntimeError("the thread that runs its slices has ended")
                 self.check_usable()
         return sent.words.exception()
 
     def receive(self) -> None:
-        """Waits for the slice that was sent first, and takes what came of it. An interrupted wait changes nothing."""
+        """Waits for the oldest slice in flight and enters its report. An interrupted wait changes nothing."""
         sent = self.books.under_way[0]
         if (failure := self.wait_for(sent)) is None:
-            # The slice came to pass: if this fails, the next call does it again.
+            # If this fails, the next call repeats it.
             self._take(self.read(sent.result()))
             failure = sent.failure
         elif isinstance(failure, StateLostError):
@@ -250,7 +251,7 @@ class Runner:
 
     @without_interrupts()
     def _take_back(self) -> None:
-        """If a slice failed, and so those after it did not run: what went out with them goes out again."""
+        """After a failed slice, which stops the slices after it: prepares what was sent with them to be sent again."""
         while self.books.under_way and self.wait_for(self.books.under_way[-1]) is not None:
             self._take_back_last()
         self._unread_failure = None
@@ -261,17 +262,17 @@ class Runner:
             self.tier.lose(sent.moves)
 
     def read(self, words: jax.Array) -> Report:
-        """The report in NumPy's arrays."""
+        """The report as NumPy arrays."""
         try:
             return unpack(np.asarray(words), self.program.report_types)
-        except RuntimeError as failure:  # the call had returned by then, and the new state is as broken as the report
+        except RuntimeError as failure:  # the call had returned, so the new state is broken too
             self._failure = failure
             self.check_usable()
             raise
 
     @without_interrupts()
     def _take(self, report: Report) -> None:
-        if self.collector is not None:  # first: a rollout that finds no memory takes nothing from other requests
+        if self.collector is not None:  # first: if a rollout lacks memory, nothing else has changed
             sent = self.books.under_way[0]
             places = dict(zip(report.request_ids.tolist(), sent.rows, strict=False))
             self.collector.take(sent.result(), report, self.books.on_device | places, sent.version)
@@ -285,7 +286,7 @@ class Runner:
             self.tier.after_report(report, sent.moves, rows)
         since, self.since = self.since, time.perf_counter()
         began, self._ended = max(sent.began or since, self._ended), sent.ended or self.since
-        if num_steps := int(report.outbox.num_steps):  # timed on the device: time that the caller waited does not count
+        if num_steps := int(report.outbox.num_steps):  # time on the device: waits of the caller do not count
             self._step_seconds.append((self._ended - began) / num_steps)
         self.counts = count_report(self.counts, report, self.kinds, seconds=self.since - since, **counts)
 
@@ -293,14 +294,14 @@ class Runner:
         self.check_usable()
         weights = own(weights)
         if found := difference(self.weights, weights):
-            raise ValueError(f"weights must be like those before; {found}.")
+            raise ValueError(f"weights must have the structure, shapes and dtypes of the old ones; {found}.")
         adapters = None if adapters is None else checked_tuple("adapters", adapters)
         for adapter in adapters or ():
             if checked_size("adapters", adapter, 0) >= (num_adapters := self.options.num_adapters):
                 raise ValueError(f"adapters must be below the engine's {num_adapters=}; got adapters={adapter}.")
         if self.mesh is not None:
             weights = jax.device_put(weights, jax.tree.map(lambda x: x.sharding, self.weights))
-        if find_deleted(self.weights) is not None:  # slices that failed without them go out again, with the new ones
+        if find_deleted(self.weights) is not None:  # failed slices are sent again, with the new weights
             for sent in self.books.under_way:
                 self.wait_for(sent)
             if self._unread_failure is not None:
@@ -316,12 +317,12 @@ class Runner:
             return
         if self.books.num_unsettled:
             raise RuntimeError(
-                f"{self.books.num_unsettled} requests are not finished, or their end was not returned. Call step until "
-                "has_unfinished_requests is False, or abort() before, and close every stream; then sleep."
+                f"{self.books.num_unsettled} requests are unfinished or not yet reported as finished. Call step until "
+                "has_unfinished_requests is False, or abort() first, and close every stream; then sleep."
             )
-        while not self.books.is_device_empty:  # requests that were dropped
+        while not self.books.is_device_empty:  # dropped requests
             self.advance()
-        while self.books.under_way:  # what they hold is memory, and a failure of theirs is reported once
+        while self.books.under_way:  # they hold memory, and their failures are reported once
             self.receive()
         pools = [(x, jax.typeof(x), x.sharding) for x in keys_and_values(self.state.caches)]
         with without_interrupts():
@@ -336,7 +337,7 @@ class Runner:
         if self._asleep:
             fresh = {id(x): jnp.zeros(kind.shape, kind.dtype, device=where) for x, kind, where in self._asleep}
             caches = jax.tree.map(lambda x: fresh.get(id(x), x), self.state_of_slice.caches)
-            self.books.forget()  # first: Ctrl-C may come anywhere
+            self.books.forget()  # first, because Ctrl-C may come anywhere
             self.state_of_slice = dataclasses.replace(self.state_of_slice, caches=caches)
             self._asleep = []
 
@@ -346,4 +347,4 @@ def do_nothing() -> None:
 
 
 class StateLostError(Exception):
-    """A slice failed after its state was donated to it."""
+    """A slice failed after the state was donated to it."""

@@ -468,7 +468,7 @@ def test_what_drafts_cannot_be():
     }.items():
         with pytest.raises(ValueError, match=f"num_speculative_tokens must be {message}"):
             create_engine(num_speculative_tokens=wrong, widths=WIDTHS)
-    with pytest.raises(ValueError, match=r"drafts are computed in steps of widths.*pass widths"):
+    with pytest.raises(ValueError, match=r"drafts are verified in steps of widths.*pass widths"):
         create_engine(num_speculative_tokens=2, widths=())
     with pytest.raises(ValueError, match=r"draft must be a function, .* of at least 1; got draft=3"):
         create_engine(draft=3, num_speculative_tokens=1)

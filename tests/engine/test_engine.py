@@ -191,7 +191,9 @@ def test_other_weights_give_other_tokens_and_old_ones_the_old(load):
         "it was a dict and is a OrderedDict": collections.OrderedDict(random_weights()),
     }
     for message, weights in wrong.items():
-        with pytest.raises(ValueError, match=f"weights must be like those before; .*{message}"):
+        with pytest.raises(
+            ValueError, match=f"weights must have the structure, shapes and dtypes of the old ones; .*{message}"
+        ):
             engine.update_weights(weights)
 
 
@@ -547,7 +549,7 @@ def test_what_can_never_be_served_is_refused_with_its_reason():
             [3, 2**32 + 3], SamplingParams()
         ),
         r"token ids must be .*; got -1 to 3": lambda: engine.add_request([-1, 3], SamplingParams()),
-        "a prompt of 40 tokens and 9 new ones are more than the engine's max_model_len=48": lambda: engine.add_request(
+        "a prompt of 40 tokens and 9 new ones exceed the engine's max_model_len=48": lambda: engine.add_request(
             [1] * 40, SamplingParams(max_tokens=9)
         ),
         r"pass params for each prompt or for all; got len\(prompts\)=2, len\(each\)=3": lambda: engine.generate(
@@ -578,7 +580,7 @@ def test_what_can_never_be_served_is_refused_with_its_reason():
         "min_p must be a number from 0 to 1; got min_p=-0.1": lambda: SamplingParams(min_p=-0.1),
         "max_tokens must be an int; got max_tokens=True": lambda: SamplingParams(max_tokens=True),
         "top_k must be at least -1; got top_k=-2": lambda: SamplingParams(top_k=-2),
-        r"logprobs must be True or False; got logprobs=5\. They are of the": lambda: SamplingParams(logprobs=5),
+        r"logprobs must be True or False; got logprobs=5\. They return the logprobs": lambda: SamplingParams(logprobs=5),
         "got stop_token_ids='ab'": lambda: SamplingParams(stop_token_ids="ab"),
     }
     for message, call in calls.items():
@@ -590,7 +592,7 @@ def test_what_can_never_be_served_is_refused_with_its_reason():
 def test_a_request_beyond_the_pool_is_refused():
     options = dataclasses.replace(shared_engine(16)._options, num_blocks=6)
     assert checked_request([1] * 10, SamplingParams(max_tokens=11), options)  # 20 tokens are computed, in 5 blocks
-    message = "22 tokens need 6 blocks of 4, and the caches have 5 beside the null block: 21 tokens fit"
+    message = "22 tokens need 6 blocks of 4, and the caches have 5 besides the null block: 21 tokens fit"
     with pytest.raises(ValueError, match=message):
         checked_request([1] * 10, SamplingParams(max_tokens=12), options)
     options = dataclasses.replace(options, windows=(None, 8))

@@ -461,7 +461,7 @@ def test_sleep_counts_the_requests_whose_end_was_not_returned(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         finish(engine)
     monkeypatch.undo()
-    with pytest.raises(RuntimeError, match="2 requests are not finished, or their end was not returned"):
+    with pytest.raises(RuntimeError, match="2 requests are unfinished or not yet reported as finished"):
         engine.sleep()
     finish(engine)
 

@@ -363,7 +363,7 @@ def test_what_a_host_tier_needs():
         (dict(), needs),
         (dict(prefix_cache=True, max_model_len=BLOCK_SIZE - 1), needs + "3"),
         (dict(prefix_cache=True, windows=(None, 8)), needs),
-        (dict(prefix_cache=True, host_cache_bytes=BLOCK_BYTES), f"the {PAGE_BYTES} bytes that are moved at once"),
+        (dict(prefix_cache=True, host_cache_bytes=BLOCK_BYTES), f"at least {PAGE_BYTES}, the bytes of a page"),
     ):
         with pytest.raises(ValueError, match=message):
             create_engine(**options | more)

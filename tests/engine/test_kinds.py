@@ -163,7 +163,7 @@ def test_sizes_that_are_given_are_checked():
         sizes(9, widths=(0,))
     with pytest.raises(ValueError, match=r"max_num_seqs \+ chunk_tokens = 12; got widths=\(12,\)"):
         sizes(9, max_num_seqs=4, chunk_tokens=8, widths=(12,))
-    with pytest.raises(ValueError, match=r"22 rows, is used; leave out \[10, 15\]"):
+    with pytest.raises(ValueError, match=r"22 rows is used; leave out \[10, 15\]"):
         sizes(9, max_num_seqs=6, chunk_tokens=16, widths=(7, 10, 15))
     with pytest.raises(ValueError, match="at least 2; got num_blocks=1"):
         pool_sizes(KVCache(*jnp.zeros((2, 1, 4, 1, 8))))

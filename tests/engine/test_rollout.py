@@ -131,7 +131,7 @@ def test_an_engine_that_sleeps_holds_no_cache_and_wakes_up_the_same(monkeypatch)
     prompts, params = [[*range(20)]] * 2, SamplingParams(max_tokens=6, temperature=0)
     before = engine.generate(prompts, params)
     request = engine.add_request([1], params)
-    with pytest.raises(RuntimeError, match="1 requests are not finished"):
+    with pytest.raises(RuntimeError, match="1 requests are unfinished"):
         engine.sleep()
     finish(engine)
     with contextlib.closing(engine.stream([[3] * 20], dataclasses.replace(params, max_tokens=28))) as stream:
@@ -143,7 +143,7 @@ def test_an_engine_that_sleeps_holds_no_cache_and_wakes_up_the_same(monkeypatch)
     assert all(pool.is_deleted() for pool in [*pools, engine._runner.state.caches.k, engine._runner.state.caches.v])
     engine.update_weights(random_weights(1))
     queued = engine.add_request(prompts[0], params)
-    with pytest.raises(RuntimeError, match="asleep, and its caches are gone; call wake_up"):
+    with pytest.raises(RuntimeError, match="asleep and has no caches; call wake_up"):
         engine.step()
     engine.update_weights(random_weights())
     found = engine.stats().num_found

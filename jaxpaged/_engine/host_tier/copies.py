@@ -1,4 +1,4 @@
-"""Runs of a prompt's blocks on their way to host memory and back: a program each way, between slices."""
+"""Copies of blocks to host memory and back, between slices."""
 
 import dataclasses
 import itertools
@@ -22,34 +22,32 @@ from jaxpaged._slice.host_pages import Page, block_arrays, put_in, take_out
 from jaxpaged._slice.options import ResolvedOptions
 from jaxpaged._slice.state import State
 
-# A copy of less than 4 MiB is not at the rate of the link, and each takes the host's time. [host_pages_h100]
+# Copies of less than 4 MiB do not reach the bandwidth of the link, and each copy costs host time. [host_pages_h100]
 PAGE_BYTES = 16 * 1024 * 1024  # [host_room_h100]
-MOST_IN_PAGE = 8  # blocks: a prompt may end anywhere in a page
-MOVED_BYTES = 512 * 1024 * 1024  # by a program at most
-MOVED_PAGES = 32  # likewise: for 32 layers a program of so many takes 11 s to compile
-# There is a program each for so large a part of that: to move one page takes as long as to move all that it may.
+MOST_IN_PAGE = 8  # blocks, because the last page of a prompt is partly empty
+MOVED_BYTES, MOVED_PAGES = 512 * 1024 * 1024, 32  # of the largest program; for 32 layers it compiles in 11 s
+# Programs move 1/1, 1/4 and 1/16 of that, because the time of a program depends on its size, not on the pages used.
 PARTS = 1, 4, 16  # [host_room_h100]
-MOST_STAGED = 2  # times what the largest moves, on their way to the device [host_room_h100]
-MOST_LEAVING = 2  # times what the largest moves, on their way from there
-MOST_PROMPTS, MOST_TOKENS = 32, 2**18  # of which a program moves blocks; tokens: if all are as long as they may be
+MOST_STAGED = 2  # times the largest program's pages, in transit to the device [host_room_h100]
+MOST_LEAVING = 2  # times the largest program's pages, in transit to host memory
+MOST_PROMPTS, MOST_TOKENS = 32, 2**18  # prompts in a program, and the tokens of these at their longest
 
 
 @dataclasses.dataclass(eq=False)
 class Run:
-    """Consecutive pages of a prompt, that leave or come back. Pages begin at the multiples of the blocks in a page.
+    """Consecutive pages of a prompt in transit. Pages begin at multiples of the blocks in a page.
 
     Attributes:
-        row: whose prompt it is, with what was generated so far.
-        salt: under which the device looks for it.
-        tokens: int32 `[columns, block_size]`, from the first one to the end of the run.
-        keys: of these blocks, in host memory.
-        begin: the column from which on they are moved.
-        num_pages: in which these lie.
-        pages: on their way to the device, until they are put in; or to host memory, once they were taken.
-        is_sent: whether a slice was given what comes back.
-        where: int32 `[2, runs, columns]`: the blocks that have the columns of this and other runs, and their serials;
-            0: none.
-        index: of this run there.
+        row: the request, whose prompt includes its generated tokens here.
+        salt: the salt of its prefixes.
+        tokens: int32 `[columns, block_size]`, from the first token to the end of the run.
+        keys: the keys of these blocks.
+        begin: the first column that is moved.
+        num_pages: the number of pages moved.
+        pages: the pages in transit to the device, until they are in the caches; or those copied to host memory.
+        is_sent: whether a run to the device belongs to a slice that was sent.
+        where: int32 `[2, runs, columns]`: block ids and serial numbers of this and other runs on the device; 0: none.
+        index: the index of this run in `where`.
     """
 
     row: CompletionState
@@ -73,14 +71,14 @@ class Run:
 
 
 class HostCopies:
-    """The programs. `take` and `put` are for the engine's own thread.
+    """The programs that move pages. `take` and `put` must run on the engine's thread.
 
     Args:
-        host_cache_bytes: of host memory. JAX takes it here, and what leaves meanwhile: on a GPU that takes up to a
-            second a GiB, because it is pinned. JAX keeps what is given back to it.
-        state: the engine's.
-        mesh: of the caches, if they lie on several devices.
-        compiler_options: for `jax.jit`.
+        host_cache_bytes: size of the tier in host memory. It is allocated here, with room for pages in transit. On a
+            GPU it is pinned, which needs up to a second per GiB.
+        state: the engine's state.
+        mesh: the mesh of the caches, if there are several devices.
+        compiler_options: options of `jax.jit`.
     """
 
     def __init__(self, host_cache_bytes: int, state: State, mesh: Mesh | None, compiler_options: dict[str, Any]):
@@ -90,25 +88,24 @@ class HostCopies:
         assert scheduler.prefixes is not None  # see `check_host_tier`
         self.salts = np.asarray(scheduler.prefixes.salt).tolist()
         of_block = sum(pool.nbytes // self.num_blocks for _, pool in block_arrays(state.caches))
-        # As many as make a large copy, but few; a power of two.
+        # Blocks in a page: a power of two.
         self.in_page = min(1 << max(math.ceil(math.log2(PAGE_BYTES / of_block)), 0), MOST_IN_PAGE)
         self.page_bytes = self.in_page * of_block
         self.capacity = checked_size("host_cache_bytes", host_cache_bytes) // self.page_bytes
         if self.capacity < 1:
             raise ValueError(
-                f"host_cache_bytes must hold the {self.page_bytes} bytes that are moved at once; got "
-                f"{host_cache_bytes=}."
+                f"host_cache_bytes must be at least {self.page_bytes}, the bytes of a page; got {host_cache_bytes=}."
             )
         in_pool = -(-(self.num_blocks - 1) // self.in_page)
-        self.num_pages = max(min(MOVED_BYTES // self.page_bytes, MOVED_PAGES, in_pool), 1)  # that a program moves
+        self.num_pages = max(min(MOVED_BYTES // self.page_bytes, MOVED_PAGES, in_pool), 1)  # of the largest program
         self.most_staged, self.most_leaving = MOST_STAGED * self.num_pages, MOST_LEAVING * self.num_pages
         self.num_prompts = max(min(MOST_PROMPTS, MOST_TOKENS // max_model_len), 1)
         self._sizes = sorted({-(-self.num_pages // part) for part in PARTS})
         self._num_columns = max_model_len // self.block_size
-        self._leaving: list[list[Page]] = []  # that were sent last
+        self._leaving: list[list[Page]] = []  # of the last `take`
 
         take, put = take_out, put_in
-        if _device.is_gpu():  # other arrays come with each call: a CUDA graph would have to be changed for each
+        if _device.is_gpu():  # a CUDA graph would be updated in each call, because the pages differ
             compiler_options = compiler_options | {"xla_gpu_enable_command_buffer": ""}
         self._on_device: Any = whole_beside(state.caches, mesh)
         if mesh is not None:
@@ -134,21 +131,21 @@ class HostCopies:
             self._kept = keep_room(self._nothing, most, whole_beside(state.caches, mesh))
 
     def bring(self, pages: list[Page]) -> list[Page]:
-        """Begins to copy pages to the device."""
+        """Starts to copy pages to the device."""
         return jax.device_put(pages, self._on_device)
 
     def put(self, state: State, runs: Sequence[Run]) -> Iterator[State]:
-        """Puts in what came to the device. Each state is the next one's, to which it is donated."""
+        """Writes runs that are on the device into the caches. Yields new states, each donated to the next program."""
         for batch in self._batches(runs):
             pages = [page for run in batch for page in run.pages]
             size = self._size_for(batch)
             pages += [self._nothing] * (size - len(pages))
             state, where = self._put_in[size](state, self._inputs(batch, size), pages)
-            self._record(batch, where, [[] for _ in batch])  # their memory is free once they are put in
+            self._record(batch, where, [[] for _ in batch])  # frees the pages
             yield state
 
     def take(self, state: State, runs: Sequence[Run]) -> None:
-        """Begins to copy blocks to host memory, once what left before is there: so much may be on its way at once."""
+        """Starts to copy runs to host memory, after the copies of the last call have ended."""
         leaving, self._leaving = self._leaving, []
         jax.block_until_ready(leaving)  # an error is reported once
         for batch in self._batches(runs):
@@ -165,8 +162,8 @@ class HostCopies:
             run.where, run.index, run.pages = where, i, pages[i]
 
     def _batches(self, runs: Sequence[Run]) -> Iterator[list[Run]]:
-        """What goes through a program together. The block before a run is in another program, because all are looked
-        up first."""
+        """Splits runs into batches, one per program. Runs that continue each other are in different batches, because a
+        program looks up all of its runs before it moves any."""
         batch: list[Run] = []
         for run in runs:
             before = run.keys[run.begin - 1] if run.begin else None
@@ -180,17 +177,17 @@ class HostCopies:
             yield batch
 
     def _size_for(self, batch: Sequence[Run]) -> int:
-        """The pages of the smallest program that has room for those of a batch."""
+        """The pages of the smallest program with room for a batch."""
         return next(size for size in self._sizes if sum(run.num_pages for run in batch) <= size)
 
     def _inputs(self, runs: Sequence[Run], num_pages: int) -> tuple[np.ndarray, ...]:
-        """What a program of so many pages is told of the runs.
+        """The inputs of a program of `num_pages` pages.
 
         Returns:
-            tokens: int32 `[prompts, columns, block_size]`, in blocks.
-            numbers: int32 `[prompts, 3]`: the salt, the first column that is moved, and the one behind the last.
+            tokens: int32 `[prompts, columns, block_size]`.
+            numbers: int32 `[prompts, 3]`: the salt, the first column to move, and the end of the columns to move.
             rows: int32 `[pages, 1]`, the prompt of each page.
-            columns: int32 `[pages, blocks]`, of each block of each page; past the end: none.
+            columns: int32 `[pages, blocks]`, the column of each block of each page; past the end: none.
         """
         num_prompts = min(self.num_prompts, num_pages)
         tokens = np.zeros((num_prompts, self._num_columns, self.block_size), np.int32)
@@ -207,11 +204,11 @@ class HostCopies:
 
 
 def check_host_tier(options: ResolvedOptions) -> None:
-    """Raises `ValueError` for a host tier of an engine that keeps no blocks for it."""
+    """Raises `ValueError` if the options rule out a host tier."""
     max_model_len, block_size, windows = options.max_model_len, options.block_size, options.windows
     has_blocks = options.prefix_cache and max_model_len >= block_size and windows == (None,)
     if options.host_cache_bytes is not None and not has_blocks:
         raise ValueError(
-            "host_cache_bytes keeps full blocks of a prefix cache, of one group of layers: pass prefix_cache=True, "
+            "host_cache_bytes keeps blocks of a prefix cache with one group of layers: pass prefix_cache=True, "
             f"a max_model_len of at least {block_size}, and no windows; got {max_model_len=}, {windows=}."
         )

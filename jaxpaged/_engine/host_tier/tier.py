@@ -1,4 +1,4 @@
-"""The host tier's books: what is in host memory, what the device has of it, and what is on its way between them."""
+"""The host tier's account: which blocks are in host memory, on the device, or in transit."""
 
 import dataclasses
 import hashlib
@@ -15,15 +15,15 @@ from jaxpaged._engine.requests import CompletionState
 from jaxpaged._slice.host_pages import Page
 from jaxpaged._slice.state import Report, State
 
-Keys = list[bytes]  # of a prompt's full blocks: each names the block's tokens and all before them
+Keys = list[bytes]  # one per full block of a prompt: a hash of the block's tokens and all tokens before them
 
-NOWHERE = 0, 1  # a block and a serial that it never has
-MOST_WANTED = 256  # runs that wait to leave; what is asked for beyond is lost
+NOWHERE = 0, 1  # the null block, with a serial number that it never has
+MOST_WANTED = 256  # runs waiting to be copied to host memory; more are not kept
 
 
 @dataclasses.dataclass
 class Moves:
-    """What is moved before a slice: first `out`, then `back`."""
+    """Runs moved before a slice: first `out`, to host memory, then `back`, to the device."""
 
     out: list[Run] = dataclasses.field(default_factory=list)
     back: list[Run] = dataclasses.field(default_factory=list)
@@ -31,14 +31,14 @@ class Moves:
 
 @dataclasses.dataclass
 class RequestNotes:
-    """What the tier knows of one request.
+    """The tier's notes on a request.
 
     Attributes:
-        salt: what `keys` are for; None: there are none yet.
-        keys: of its full blocks.
-        num_wanted: blocks that it was to copy to host memory so far.
-        num_called_back: blocks that it called back to the device so far.
-        failed_to_come: whether a copy to the device failed: the prompt is then computed.
+        salt: the salt of `keys`; None: there are no keys yet.
+        keys: the keys of its full blocks.
+        num_wanted: blocks queued for host memory so far.
+        num_called_back: blocks copied back to the device so far.
+        failed_to_come: whether a copy to the device failed. The prompt is then computed.
     """
 
     salt: int | None = None
@@ -52,47 +52,50 @@ class RequestNotes:
 class Kept:
     """A page in host memory."""
 
-    keys: Keys  # of its blocks
+    keys: Keys  # one per block
     salt: int
     page: Page
 
 
 class HostTier:
-    """A request's blocks are copied to host memory once the host reads that it has filled a page of them, or that it
-    has ended: before the next slice, without a wait of the device. So nothing has to be moved when the prefix cache
-    loses them. They come back before a request whose prompt begins with them goes out.
+    """Decides which blocks are copied to host memory, and which come back.
 
-    The device is asked only by tokens: both programs look for a prompt in its prefix cache, and say where its blocks
-    are. From that, and from the serials in each report, the tier knows which of its blocks the device has.
+    Out: once a report shows that a request has filled a page of blocks, or has ended, its blocks are copied to host
+    memory before the next slice. The device does not wait. When the prefix cache evicts them later, nothing has to be
+    moved.
 
-    What comes back is free in the pool until its request takes it. So a request that may find something goes out once
-    the report says that there is room for it beside all others, and those behind it wait meanwhile. A prompt that is
-    longer than what may be on its way at once comes part by part, one slice after the other.
+    Back: before a request is sent, the blocks that its prompt begins with are copied back to the device. They are free
+    blocks in the pool until the request starts. A request with such blocks is therefore sent only once the report shows
+    room for it in addition to all others, and later requests wait. A prompt longer than the staging memory comes back
+    in parts, one per slice.
+
+    The programs find the blocks of a prompt by its tokens, in the device's prefix cache, and return their ids. With
+    these, and the serial numbers in each report, the tier knows which of its blocks the device still has.
 
     Args:
-        copies: move the pages.
-        least_tokens: fewer are computed again instead of copied.
+        copies: the programs that move pages.
+        least_tokens: shorter prefixes are computed again instead of copied.
         growth: as in `ResolvedOptions`.
     """
 
     def __init__(self, copies: HostCopies, *, least_tokens: int, growth: int):
         self._copies, self._block_size = copies, copies.block_size
         self._least, self._growth = max(-(-least_tokens // copies.block_size), 1), growth
-        # As of the slice that was read, as in `Report`:
+        # As of the last report:
         self._serials, self._salts = [0] * copies.num_blocks, copies.salts
-        self._room = self._room_left = copies.num_blocks - 1  # left: for those that are asked for
-        # Host memory: the pages, the oldest first; the page of each block, and where the device has had it.
+        self._room = self._room_left = copies.num_blocks - 1  # left: for the requests of the next slice
+        # Host memory: the pages, the oldest first; the page of each block; and where the block is on the device.
         self._pages: OrderedDict[Kept, None] = OrderedDict()
         self._places: dict[bytes, Kept] = {}
-        self._at: dict[bytes, tuple[int, int]] = {}  # the block of the pool, and its serial there
-        # On the way out: what waits, and the blocks of these runs and of those under way.
+        self._at: dict[bytes, tuple[int, int]] = {}  # block id and serial number
+        # To host memory: runs that wait, and the blocks of these runs and of runs in transit.
         self._wanted: deque[Run] = deque()
         self._leaving: set[bytes] = set()
-        # On the way back: the run of each block until a slice with it was read, and what the next slice is given.
+        # To the device: the run of each block, until the report of its slice is read; and runs for the next slice.
         self._coming: dict[bytes, Run] = {}
         self._arrived: list[Run] = []
         self._notes = weakref.WeakKeyDictionary[CompletionState, RequestNotes]()
-        # Since `before_send`: the pool lacks room for a request; a request waits for the copies of others.
+        # Since `before_send`: whether the pool lacks room for a request, and whether staging memory is full.
         self._lacks_room = self._is_full = False
         self.num_brought = 0  # tokens, so far
 
@@ -101,7 +104,7 @@ class HostTier:
         return len(self._pages) * self._copies.page_bytes
 
     def wait(self) -> None:
-        """Until what is on its way to the device is there: nothing else can run."""
+        """Waits for copies to the device, when nothing else can run."""
         for run in set(self._coming.values()):
             try:
                 jax.block_until_ready(run.pages)
@@ -110,21 +113,21 @@ class HostTier:
                 raise
 
     def before_send(self, sent: Sequence[CompletionState]) -> None:
-        """Before requests are asked for, in their order. `sent`: those on the device, or on their way."""
+        """Prepares for `holds`. `sent`: rows on the device or in flight to it."""
         self._lacks_room = self._is_full = False
         self._room_left = self._room - sum(self._needed(row) for row in sent if row.place is None)
         self._settle({run for run in self._coming.values() if run.row.is_aborted or run.salt not in self._salts})
 
     def holds(self, row: CompletionState) -> bool:
-        """Whether a request stays on the host for now."""
-        if self._lacks_room and self._is_full:  # nothing more goes out, or comes
+        """Whether a request stays on the host for now. Called for the queued requests in their order."""
+        if self._lacks_room and self._is_full:  # no request can be sent, and no copy started
             return True
         keys = [] if self._notes_of(row).failed_to_come else self._findable(row)
         is_short = self._bring(row, keys)
         runs = dict.fromkeys(self._coming[key] for key in keys if key in self._coming)
-        if is_short and not runs:  # those for whom the copies are go first: else each waits for the other
+        if is_short and not runs:  # the requests being copied go first: otherwise each would wait for the other
             return True
-        # What comes part by part keeps its room meanwhile: nothing goes out unless there is room for both.
+        # A prompt that comes back in parts keeps its room: others are sent only if there is room for both.
         if self._is_full or runs or _num_leading(map(self._is_there, keys)) >= self._least:
             self._lacks_room |= self._needed(row) > self._room_left
         if self._lacks_room:
@@ -140,7 +143,7 @@ class HostTier:
         return is_short
 
     def _bring(self, row: CompletionState, keys: Keys) -> bool:
-        """Begins to copy what the device lacks of a prompt. Whether some of it has to wait for other copies."""
+        """Starts to copy the blocks of a prompt that the device lacks. Returns whether some wait for other copies."""
         in_page, num_pages, notes = self._copies.in_page, self._copies.num_pages, self._notes_of(row)
         while True:
             num_held = _num_leading(key in self._coming or self._is_held(key) for key in keys)
@@ -148,8 +151,8 @@ class HostTier:
             end = num_there + _num_leading(key in self._places for key in keys[num_there:])
             if end - num_there < self._least:
                 return False
-            # The pool is losing this prompt: what no request holds may be gone by then, too. What came for this request
-            # comes again only once it is gone.
+            # The pool is evicting this prompt: blocks that no request holds may be gone by then. A block that was
+            # copied back for this request is copied again only once it is gone.
             begin = num_held if all(key in self._places for key in keys[num_held:num_there]) else num_there
             begin = max(begin, min(notes.num_called_back, num_there))
             begin -= begin % in_page
@@ -161,28 +164,28 @@ class HostTier:
                 return True
             self._touch(keys)
             run, notes.num_called_back = self._run(row, keys[:end], begin), max(notes.num_called_back, end)
-            notes.failed_to_come = True  # unless this succeeds: an error is reported once, then the prompt is computed
+            notes.failed_to_come = True  # until it succeeds: an error is reported once, then the prompt is computed
             run.pages = self._copies.bring([self._places[key].page for key in last_keys])
             notes.failed_to_come = False
             self._coming = dict.fromkeys(run.moved, run) | self._coming
 
     def _is_there(self, key: bytes) -> bool:
-        """On the device."""
+        """Whether the device has this block."""
         place, serial = self._at.get(key, NOWHERE)
         return abs(self._serials[place]) == serial
 
     def _is_held(self, key: bytes) -> bool:
-        """By a request there."""
+        """Whether a request on the device holds this block."""
         place, serial = self._at.get(key, NOWHERE)
         return self._serials[place] == serial
 
     def _needed(self, row: CompletionState) -> int:
-        """The blocks that a request may need beside those that others hold."""
+        """Blocks that a request may need in addition to those that others hold."""
         most = len(row.prompt) + min(self._growth, row.params.max_tokens - 1)
         return -(-most // self._block_size) - _num_leading(map(self._is_held, self._findable(row)))
 
     def next_moves(self) -> Moves:
-        """What is moved before the next slice."""
+        """The moves before the next slice."""
         out: list[Run] = []
         num_pages = 0
         while self._wanted and (num_pages := num_pages + self._wanted[0].num_pages) <= self._copies.most_leaving:
@@ -191,20 +194,20 @@ class HostTier:
         return Moves(out, arrived)
 
     def lose(self, moves: Moves) -> None:
-        """No slice has come of it."""
+        """Undoes `next_moves` after a failure."""
         self._wanted.extendleft(reversed(moves.out))
         for run in moves.back:
-            self._notes_of(run.row).failed_to_come = True  # it is computed
+            self._notes_of(run.row).failed_to_come = True  # the prompt is computed
         self._settle(moves.back)
 
     def run(self, state: State, moves: Moves) -> Iterator[State]:
-        """Moves it, on the engine's own thread. Each state is the next one's, to which it is donated."""
+        """Moves pages, on the engine's thread. Yields new states; each is donated to the next move."""
         if moves.out:
             self._copies.take(state, moves.out)
         yield from self._copies.put(state, moves.back)
 
     def after_report(self, report: Report, moves: Moves, rows: Sequence[CompletionState]) -> None:
-        """Notes what a slice says, and what was moved before it. `rows`: those that it had, or has still."""
+        """Enters a report and the moves before its slice. `rows`: the rows that were on the device in it."""
         assert report.serials is not None
         reported = report.serials, report.salts, report.room
         self._serials, self._salts, self._room = (np.asarray(each).tolist() for each in reported)
@@ -224,7 +227,7 @@ class HostTier:
             self._want(row)
 
     def clear(self) -> None:
-        """Forgets what is in host memory. JAX keeps the memory for other pages."""
+        """Discards all pages in host memory. JAX keeps the memory for other pages."""
         of_pages, out, back = (
             (self._pages, self._places, self._at),
             (self._wanted, self._leaving),
@@ -234,18 +237,18 @@ class HostTier:
             each.clear()
 
     def _note(self, run: Run) -> None:
-        """Where the device had the blocks of a prompt, if they are in host memory."""
+        """Notes where the device has the blocks of a run that are in host memory."""
         for key, place, serial in zip(run.keys, *np.asarray(run.where)[:, run.index].tolist(), strict=False):
             if serial and key in self._places:
                 self._at[key] = place, serial
 
     def _settle(self, runs: Collection[Run]) -> None:
-        """They are on their way no more."""
+        """Ends the transit of runs to the device."""
         if runs:
             self._coming = {key: run for key, run in self._coming.items() if run not in runs}
 
     def _want(self, row: CompletionState) -> None:
-        """Asks for full pages of a request once its prompt is computed, and for the rest at its end."""
+        """Queues full pages of a request for host memory once its prompt is computed, and the rest at its end."""
         has_ended, in_page, num_pages = row.finish_reason is not None, self._copies.in_page, self._copies.num_pages
         end = (len(row.prompt) + len(row.token_ids) - 1) // self._block_size  # the last token is not computed
         if not has_ended:
@@ -260,7 +263,7 @@ class HostTier:
             self._wanted.append(self._run(row, keys[: first + num_pages * in_page], first))
 
     def _keep(self, run: Run) -> None:
-        """Its pages are in host memory, as far as their blocks were found."""
+        """Enters the pages of a run that was copied to host memory, as far as the device had its blocks."""
         self._leaving.difference_update(run.moved)
         num_found = int(np.count_nonzero(np.asarray(run.where)[0, run.index]))
         for begin, page in zip(range(run.begin, len(run.keys), self._copies.in_page), run.pages, strict=True):
@@ -269,14 +272,14 @@ class HostTier:
                 continue
             for key in keys:
                 if (old := self._places.get(key)) is not None and old.keys[-1] == key:
-                    self._drop(old)  # all that it has is in the new one
+                    self._drop(old)  # the new page has all of its blocks
             kept = Kept(keys, run.salt, page)
             self._pages[kept] = None
             self._places |= dict.fromkeys(keys, kept)
         self._touch(run.keys)
 
     def _touch(self, keys: Keys) -> None:
-        """The pages of a prompt are the newest; its tail leaves before its head."""
+        """Makes the pages of a prompt the newest. Its tail is evicted before its head."""
         for key in reversed(keys):
             if key in self._places:
                 self._pages.move_to_end(self._places[key])
@@ -294,12 +297,12 @@ class HostTier:
         return Run(row, self._salt_of(row), tokens, keys, begin, num_pages)
 
     def _tokens_of(self, row: CompletionState, begin: int, end: int) -> np.ndarray:
-        """int32 `[columns, block_size]`, those of these columns."""
+        """The tokens of these blocks, int32 `[columns, block_size]`."""
         tokens = np.append(row.prompt, np.array(row.token_ids, np.int32))
         return tokens[begin * self._block_size : end * self._block_size].reshape(end - begin, self._block_size)
 
     def _findable(self, row: CompletionState) -> Keys:
-        """What a request may find of its prompt."""
+        """Keys of the blocks that a request may reuse."""
         most = row.span[0] - 1 if row.span[1] else len(row.prompt)
         return self._keys_of(row)[: max(min(len(row.prompt) - 1, most), 0) // self._block_size]
 
@@ -307,7 +310,7 @@ class HostTier:
         return self._notes.setdefault(row, RequestNotes())
 
     def _keys_of(self, row: CompletionState) -> Keys:
-        """Of all full blocks that it has so far."""
+        """Keys of the full blocks of a request so far."""
         salt, size, notes = self._salt_of(row), self._block_size, self._notes_of(row)
         if notes.salt != salt:
             notes.salt, notes.keys = salt, []
@@ -316,13 +319,13 @@ class HostTier:
         if len(keys) < num_full:
             before = keys[-1] if keys else salt.to_bytes(8, "little")
             for block in self._tokens_of(row, len(keys), num_full):
-                # 128 bits of a cryptographic hash: equal ones have equal tokens.
+                # 128 bits of a cryptographic hash: equal keys mean equal tokens.
                 before = hashlib.blake2b(before + block.tobytes(), digest_size=16).digest()
                 keys.append(before)
         return keys
 
     def _salt_of(self, row: CompletionState) -> int:
-        """Under which the prompt is looked up."""
+        """The salt of a request's adapter."""
         return self._salts[0 if row.params.adapter is None else 1 + row.params.adapter]
 
 

@@ -1,4 +1,4 @@
-"""What JAX says about the hardware. No other file asks."""
+"""Hardware properties reported by JAX. No other file queries them."""
 
 import dataclasses
 import functools
@@ -16,8 +16,8 @@ class Gpu:
     num_sms: int
     compute_capability: float
     name: str = "a GPU"
-    broken_ptxas: str | None = None  # the version of the one that JAX compiles with here, if it miscompiles
-    fault: str = ""  # what a self-test found wrong with the kernels
+    broken_ptxas: str | None = None  # version of a ptxas that miscompiles kernels, if JAX uses one
+    fault: str = ""  # a fault that the self-test found in the kernels
 
     @property
     def has_kernels(self) -> bool:
@@ -28,7 +28,7 @@ class Gpu:
         return self.compute_capability == 9.0
 
 
-# For questions about a GPU that is not there.
+# GPUs by name, for questions about a GPU that this machine lacks.
 GPUS = {
     "A100": Gpu(108, 8.0, name="A100"),
     "L4": Gpu(58, 8.9, name="L4"),
@@ -46,28 +46,28 @@ def named(name: str) -> Gpu:
 
 
 def device() -> jax.Device:
-    """The one that JAX uses by default in this process."""
-    return jax.local_devices()[0]  # of jax.devices() the first may be another process's
+    """JAX's default device in this process."""
+    return jax.local_devices()[0]  # the first of jax.devices() may belong to another process
 
 
 def is_gpu() -> bool:
-    """Whether JAX uses a GPU by default."""
+    """Whether the default device is a GPU."""
     return device().platform == "gpu"
 
 
 def kind() -> str:
-    """The name of the device that JAX uses by default."""
+    """The name of the default device."""
     return device().device_kind
 
 
 def memory() -> tuple[int, int] | None:
-    """Bytes in use on the device that JAX uses by default, and how many JAX may use; None if that is unknown."""
+    """Bytes in use on the default device, and the bytes that JAX may use; None if unknown."""
     stats = device().memory_stats() or {}
     return (stats["bytes_in_use"], stats["bytes_limit"]) if "bytes_limit" in stats else None
 
 
 def gpu() -> Gpu:
-    """The GPU that JAX uses by default in this process. Raises `NotImplementedError` if it uses none."""
+    """The default device, if it is a GPU. Raises `NotImplementedError` if not."""
     its = device()
     if not is_gpu():
         raise NotImplementedError(f"the Mosaic GPU kernels need an NVIDIA GPU; got device.platform={its.platform!r}.")
@@ -80,7 +80,7 @@ def gpu() -> Gpu:
 
 
 def driver() -> str:
-    """The version of NVIDIA's driver; empty if the system does not say."""
+    """The version of NVIDIA's driver; empty if unknown."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
@@ -89,10 +89,12 @@ def driver() -> str:
     return found[0] if found else ""
 
 
-@functools.cache  # each call of attention asks
+@functools.cache  # every call of attention needs it
 def broken_ptxas() -> str | None:
-    """The version of the `nvidia-cuda-nvcc-cu12` that JAX compiles with, if it miscompiles causal masks, as CUDA 12.8.0
-    to 12.9.0 do. JAX's own `attention_mgpu` refuses them too."""
+    """The version of `nvidia-cuda-nvcc-cu12` that JAX compiles with, if it miscompiles causal masks.
+
+    CUDA 12.8.0 to 12.9.0 do. JAX's own `attention_mgpu` refuses them too.
+    """
     try:
         importlib.metadata.version("jax-cuda12-plugin")
         version = importlib.metadata.version("nvidia-cuda-nvcc-cu12")

@@ -1,4 +1,4 @@
-"""Dtypes that a caller names."""
+"""Checks of dtypes."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def checked_dtype(name: str, dtype: Any, among: Iterable[Any] = ()) -> jnp.dtype:
-    """The dtype. Raises `ValueError` if none has that name, or it is not one of `among`."""
+    """The dtype. Raises `ValueError` for an unknown name, or if it is not one of `among`."""
     known = [jnp.dtype(each) for each in among]
     try:
         found = None if dtype is None else jnp.dtype(dtype)

@@ -1,4 +1,4 @@
-"""Arrays on an explicit mesh: their types say what lies where, so that each device can work on its own part."""
+"""Arrays on an explicit mesh: their types tell the sharding, so that each device can work on its shards."""
 
 import functools
 import inspect
@@ -10,24 +10,23 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-# The axis of heads, or of KV heads, of arrays by name. Arrays with other names are the same for all heads.
+# The axis of heads or KV heads in arrays of these names. Other arrays have no such axis.
 HEADS_AXES = dict(q=-2, k=-2, v=-2, k_cache=-2, v_cache=-2, k_scale=-1, v_scale=-1, alibi_slopes=-1, sinks=-1)
-# Arrays of attention whose first axis is seqs.
+# Arrays of attention whose first axis is sequences.
 OF_SEQS = ("q", "block_tables", "lengths", "tree_mask")
 
 
 def on_shards[F: Callable[..., Any]](function: F) -> F:
-    """The function, which arrays on an explicit mesh reach inside a `jax.shard_map`: no kernel, and nothing as large
-    as the cache, is left to XLA to partition.
+    """Wraps a function so that arrays on an explicit mesh are passed through `jax.shard_map`: XLA never partitions a
+    kernel, nor anything as large as the cache.
 
-    Arrays may be sharded over heads, in the way of the KV heads of the cache, and the arrays of attention also over
-    sequences. Arrays that each device holds as a whole are cut if the function needs a part. Any other sharding raises
-    `ValueError`. The results are sharded as the first argument. If no array is on an explicit mesh, this is the
-    function itself.
+    Arrays may be sharded over heads, like the KV heads of the cache; arrays of attention also over sequences.
+    Replicated arrays are cut if the function needs a shard. Other shardings raise `ValueError`. The results are sharded
+    like the first argument. Without arrays on an explicit mesh, this calls the function itself.
     """
     parameters = tuple(inspect.signature(function).parameters)
 
-    # Outside of a trace, shard_map alone runs one operation after the other. One jit, so that it compiles once.
+    # Outside of a trace, a bare shard_map would run operation by operation. The jit compiles it once.
     @functools.partial(jax.jit, static_argnums=(1, 2))
     def run(arrays: Any, settings: Any, tree: Any) -> Any:
         leaves = (array if setting is None else setting[1] for array, setting in zip(arrays, settings, strict=True))
@@ -56,7 +55,7 @@ def on_shards[F: Callable[..., Any]](function: F) -> F:
         }
         leaves, tree = jax.tree.flatten(arguments, is_leaf=_is_none)
         arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
-        # With their types: 4.0 equals 4, and is no window.
+        # The type is part of the key: 4.0 equals 4, but is no valid window.
         settings = tuple(None if _is_array(leaf) else (type(leaf), _hashable(leaf)) for leaf in leaves)
         return run(arrays, settings, tree)
 
@@ -64,7 +63,7 @@ def on_shards[F: Callable[..., Any]](function: F) -> F:
 
 
 def is_whole(array: Any) -> bool:
-    """Whether each device of an explicit mesh has all of the array. Inside `jax.shard_map` it is one device's array."""
+    """Whether the array is replicated on an explicit mesh. Inside `jax.shard_map` it is the array of one device."""
     mesh: Any = jax.typeof(array).sharding.mesh
     return all(mesh.shape[axis] == 1 for axis in jax.tree.leaves(_spec(array)))
 
@@ -82,7 +81,7 @@ def _is_none(leaf: Any) -> bool:
 
 
 def _is_array(leaf: Any) -> bool:
-    # A single number of NumPy's stays one: attention is set up for a window that is known beforehand.
+    # NumPy scalars stay numbers: a window that is known before tracing is a static hint.
     return isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and leaf.ndim > 0)
 
 
@@ -105,15 +104,15 @@ def _spec(array: Any) -> tuple[Any, ...]:
 
 
 def _find_specs(arguments: Mapping[str, Any]) -> Any:
-    """How each array must be sharded so that its heads are on the device that has their KV heads."""
+    """The sharding of each array that puts heads on the device of their KV heads."""
     k_cache = arguments["k_cache"] if "k_cache" in arguments else jax.tree.leaves(arguments["cache"])[0]
-    # One KV head, that of multi-query or latent attention, is on every device, for those of the query heads there.
+    # A single KV head (multi-query or latent attention) is replicated; query heads are sharded.
     heads = _spec(arguments["q"] if k_cache.shape[-2] == 1 and "q" in arguments else k_cache)[-2]
     has_seqs = "q" in arguments and arguments.get("query_starts") is None
     seqs = _spec(arguments["q"])[0] if has_seqs else None
     if seqs is not None and arguments.get("prefix_groups") is not None:
         raise ValueError(
-            "prefix_groups is for sequences that are on every device; got q sharded as "
+            "prefix_groups needs all sequences on every device; got q sharded as "
             f"{P(*_spec(arguments['q']))}. Leave it out, or make it and call paged_attention inside jax.shard_map."
         )
 
@@ -123,7 +122,7 @@ def _find_specs(arguments: Mapping[str, Any]) -> Any:
         if has_seqs and _name(path) in OF_SEQS:
             sharded.append((0, seqs))
         for axis, mesh_axis in sharded:
-            # What there is one of is for all heads, or for all sequences.
+            # An axis of size 1 is broadcast over heads or sequences.
             if -np.ndim(leaf) <= axis < np.ndim(leaf) and (leaf.shape[axis] > 1 or _spec(leaf)[axis] is not None):
                 axes[axis] = mesh_axis
         return P(*axes)

@@ -1,4 +1,4 @@
-"""What is compiled as a whole, also where a caller has no `jax.jit`."""
+"""Functions that run as one program outside of `jax.jit`."""
 
 import functools
 from collections.abc import Callable
@@ -8,10 +8,10 @@ import jax
 
 
 def one_program[F: Callable[..., Any]](*static: str) -> Callable[[F], F]:
-    """The function as one program: outside of `jax.jit`, JAX would compile and start each of its operations by itself.
-    Inside, they are operations of the caller's program.
+    """Decorator: outside of `jax.jit` the function is one program, instead of one program per operation. Inside, its
+    operations are part of the caller's program.
 
     Args:
-        static: names of arguments that are no arrays.
+        static: names of static arguments.
     """
     return functools.partial(jax.jit, static_argnames=static, inline=True)  # type: ignore[return-value]

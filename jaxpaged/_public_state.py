@@ -8,9 +8,9 @@ from jax import export
 
 
 def public_state[T: type](cls: T) -> T:
-    """Class decorator, over a dataclass that JAX knows as a pytree.
+    """Class decorator for a dataclass that is a registered pytree.
 
-    An exported function may take and return it. Its static fields must be numbers and strings, which JSON holds.
+    Exported functions may have it as argument and result. Its static fields must be serialisable as JSON.
     """
 
     def write(static: Any) -> bytes:
@@ -27,7 +27,7 @@ def public_state[T: type](cls: T) -> T:
 
 
 def _as_tuples(static: Any) -> Any:
-    """JSON has lists only, and static fields are hashed."""
+    """Lists as tuples: JSON has only lists, and static fields must be hashable."""
     return tuple(map(_as_tuples, static)) if isinstance(static, list) else static
 
 

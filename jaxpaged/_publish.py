@@ -1,4 +1,4 @@
-"""Public modules: they name what private files define."""
+"""Public modules, which export names from private files."""
 
 import typing
 from typing import Any

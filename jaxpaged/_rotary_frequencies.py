@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-CONTEXT = "original_max_position_embeddings"  # of the model's training
+CONTEXT = "original_max_position_embeddings"  # tokens of the model's training context
 KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
 
@@ -26,24 +26,24 @@ def rotary_frequencies(
 ) -> tuple[float, ...]:
     """The angle per token of each pair of dimensions, `theta ** (-2 i / head_dim)`, `head_dim // 2` numbers.
 
-    The scalings "dynamic" (NTK) and "longrope" depend on the length of a sequence. A cache holds rotated keys, so it
-    needs one set of frequencies for all its time: that of `max_length`. Hugging Face transformers takes others while a
-    sequence is shorter, and does not rotate the keys of its cache anew when it changes them. Both agree for a prompt of
-    `max_length` tokens, and everywhere if `max_length` is within the context of the model's training.
+    The scalings "dynamic" (NTK) and "longrope" depend on the length of a sequence. A cache holds rotated keys, so all
+    its keys need the same frequencies: those for `max_length`. Hugging Face transformers uses other frequencies while a
+    sequence is shorter, and does not rotate the cached keys again when it switches. Both agree for a prompt of
+    `max_length` tokens, and everywhere if `max_length` is within the training context.
 
     Args:
-        head_dim: the dimensions that are rotated: of a model that rotates a part of each head, that part. With
-            `partial_rotary_factor` in `scaling` all dimensions of a head, of which that part is rotated.
+        head_dim: the number of rotated dimensions. With `partial_rotary_factor` in `scaling`: all dimensions of a head,
+            of which that part is rotated.
         theta: the base. None: `rope_theta` of `scaling`, or 10,000.
         scaling: `rope_scaling` (or `rope_parameters`) of a Hugging Face config, of type "linear", "llama3", "yarn",
-            "dynamic" or "longrope". "yarn" and "longrope" come with a `rotary_attention_factor`. "dynamic" and
-            "longrope" need `original_max_position_embeddings` in it, and `rotary_attention_factor` of "longrope" a
-            `factor`: if they stand elsewhere in the config, add them.
-        max_length: the most tokens of a sequence in the cache, which "dynamic" and "longrope" need.
+            "dynamic" or "longrope". "yarn" and "longrope" also need `rotary_attention_factor`. "dynamic" and "longrope"
+            need `original_max_position_embeddings`, and the attention factor of "longrope" needs `factor`: if the
+            config has them elsewhere, add them.
+        max_length: the most tokens of a sequence, needed by "dynamic" and "longrope".
 
     Raises:
-        ValueError: an odd number of dimensions to rotate; a theta that is not that of the scaling; a scaling that is
-            not known, or without a field that it needs.
+        ValueError: an odd number of dimensions to rotate; a theta that differs from the scaling's; an unknown scaling,
+            or a missing field.
 
     Example:
         >>> import jaxpaged
@@ -102,17 +102,17 @@ def _scaled(
 
 
 def rotary_attention_factor(scaling: Mapping[str, Any] | None) -> float:
-    """The factor of q and of k that goes with the frequencies of `rope_scaling`: 1 but for "yarn" and "longrope".
+    """The factor of q and k that belongs to a `rope_scaling`: 1 except for "yarn" and "longrope".
 
-    If whole heads are rotated, pass `scale=head_dim**-0.5 * factor**2` to the attention; the cache then holds keys
-    without it. If only a part of each head is rotated, multiply the `tables` of `rotate_and_write_kv` with it. With
-    `mscale_all_dim`, as DeepSeek's models have it, this is not all: see `scale` of `LatentSettings`.
+    If whole heads are rotated, pass `scale=head_dim**-0.5 * factor**2` to the attention; the cached keys do not include
+    the factor. If only a part of each head is rotated, multiply that part of q and k by the factor. With
+    `mscale_all_dim`, as in DeepSeek's models, the logits have another factor: see `scale` of `LatentSettings`.
 
     Args:
-        scaling: as `rotary_frequencies` takes it.
+        scaling: as in `rotary_frequencies`.
 
     Raises:
-        ValueError: a scaling that is not known, or without a field that it needs.
+        ValueError: an unknown scaling, or a missing field.
 
     Example:
         >>> import jaxpaged
@@ -140,7 +140,7 @@ def rotary_attention_factor(scaling: Mapping[str, Any] | None) -> float:
 
 def _read_kind(scaling: Mapping[str, Any]) -> str:
     if nested := [name for name, value in scaling.items() if isinstance(value, Mapping)]:
-        raise ValueError(f"a rotary scaling is of one type of layers; pass that of {' or of '.join(nested)}.")
+        raise ValueError(f"pass the rotary scaling of one type of layers: {' or '.join(nested)}.")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in KINDS:
         raise ValueError(f"a rotary scaling must be one of {', '.join(KINDS)}; got {kind!r}.")
@@ -152,14 +152,14 @@ def _kept_by_llama3(frequencies: tuple[float, ...], scaling: Mapping[str, Any]) 
     low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
     if low >= high:
         raise ValueError(f"low_freq_factor must be below high_freq_factor; got {low} and {high}.")
-    turns = (context * f / (2 * math.pi) for f in frequencies)  # in the context of training
+    turns = (context * f / (2 * math.pi) for f in frequencies)  # in the training context
     return [min(max((n - low) / (high - low), 0.0), 1.0) for n in turns]
 
 
 def _kept_by_yarn(num_pairs: int, theta: float, scaling: Mapping[str, Any]) -> list[float]:
     context = _number(scaling, CONTEXT)
 
-    def pair_index(turns: float) -> float:  # that turns so often in the context of training
+    def pair_index(turns: float) -> float:  # of the pair with this many turns in the training context
         return num_pairs * math.log(context / (turns * 2 * math.pi)) / math.log(theta)
 
     first, last = pair_index(scaling.get("beta_fast") or 32.0), pair_index(scaling.get("beta_slow") or 1.0)

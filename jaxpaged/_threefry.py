@@ -1,4 +1,4 @@
-"""Threefry: a function of 64 bits that differs with its key, and is taken for a random one."""
+"""Threefry, a counter-based random number generator."""
 
 import jax
 import numpy as np
@@ -7,7 +7,7 @@ Words = tuple[jax.Array, jax.Array]  # uint32, each half of 64 bits
 
 
 def threefry(key: Words, block: Words) -> Words:
-    """Threefry-2x32 with 20 rounds. JAX's own is a loop on a CPU, and on a GPU a kernel that fuses with nothing.
+    """Threefry-2x32 with 20 rounds. JAX's own is a loop on a CPU, and on a GPU a kernel that XLA cannot fuse.
 
     References:
         Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011).

@@ -152,7 +152,7 @@ def test_prefix_groups_are_the_same_on_every_device():
     ours = paged_attention(*arrays, prefix_groups=groups, **case.options)
     np.testing.assert_allclose(ours, paged_attention(*case.arrays, **case.options), atol=1e-6)
     arrays = put(case.arrays, OVER_SEQS, make_mesh(2))
-    with pytest.raises(ValueError, match=r"prefix_groups is for .* got q sharded as P\('devices', .* jax\.shard_map"):
+    with pytest.raises(ValueError, match=r"prefix_groups needs .* got q sharded as P\('devices', .* jax\.shard_map"):
         paged_attention(*arrays, prefix_groups=groups, **case.options)
 
 

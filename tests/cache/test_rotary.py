@@ -204,7 +204,7 @@ def test_frequencies_of_transformers(scaling, theta, max_length, expected):
         (dict(partial_rotary_factor=0.05), "an even number of dimensions"),
         (
             dict(full_attention={}, sliding_attention={}),
-            "of one type of layers; pass that of full_attention or of sliding",
+            "of one type of layers: full_attention or sliding",
         ),
         (LLAMA | dict(low_freq_factor=4.0), "low_freq_factor must be below high_freq_factor; got 4.0 and 4.0"),
     ],

@@ -1,4 +1,4 @@
-"""Tables of docs/performance.md: where the time of the engine's slices goes, from the files of benchmarks/results."""
+"""Tables of docs/engine_design.md: where the time of the engine's slices goes, from the files of benchmarks/results."""
 
 import re
 

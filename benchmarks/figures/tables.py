@@ -14,7 +14,7 @@ from benchmarks.figures import kernel_tables, slice_tables, system_tables
 from benchmarks.figures.cells import Points, machine
 from benchmarks.harness import RESULTS, ROOT
 
-NAMES = "performance", "allocator", "cache", "engine", "several_gpus", "kernel", "reinforcement_learning", "gpus"
+NAMES = "performance", "cache", "memory_design", "engine_design", "several_gpus", "kernel", "gpus"
 
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
 

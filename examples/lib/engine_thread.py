@@ -42,7 +42,6 @@ class Generation:
     """Requests that one client made together.
 
     Attributes:
-        num_completions: of all requests together.
         unfinished: how many completions of each request the engine has not finished; one number for all before `start`.
         requests: prompts and parameters; empty before `start`.
         unread: each request's latest output that `outputs` has not read. A slow reader holds one output, not all.
@@ -52,7 +51,6 @@ class Generation:
         request_ids: the engine's ids; only for its thread.
     """
 
-    num_completions: int
     unfinished: list[int]
     requests: list[Request] = dataclasses.field(default_factory=list)
     unread: dict[int, RequestOutput] = dataclasses.field(default_factory=dict)
@@ -92,7 +90,7 @@ class Generation:
 class EngineThread:
     """Runs an engine in its own thread while the event loop that entered `running()` goes on.
 
-    `_run`, `_add`, `_abort`, `_abort_one` and the function of `call` run in the thread; everything else runs in the
+    `_run`, `_add`, `_abort` and the messages of the inbox run in the thread; everything else runs in the
     event loop.
 
     Attributes:
@@ -154,7 +152,7 @@ class EngineThread:
         if self.num_open + num_completions > self.most_completions:
             self.num_refused += 1
             raise QueueFullError
-        generation = Generation(num_completions, [num_completions])
+        generation = Generation([num_completions])
         self._open[generation] = None
         self._idle.clear()
         return generation
@@ -179,7 +177,7 @@ class EngineThread:
 
     def end(self, generation: Generation, index: int, completion: int) -> None:
         """Ends one completion of the request with this index; the others go on."""
-        self._inbox.put(functools.partial(self._abort_one, generation, index, completion))
+        self._inbox.put(lambda: self._engine.abort(generation.request_ids[index], completion))
 
     async def call[Result](self, function: Callable[[Engine], Result]) -> Result:
         """What the function returns, which runs in the thread between two steps.
@@ -287,6 +285,3 @@ class EngineThread:
     def _abort(self, generation: Generation) -> None:
         for request_id in generation.request_ids:
             self._engine.abort(request_id)
-
-    def _abort_one(self, generation: Generation, index: int, completion: int) -> None:
-        self._engine.abort(generation.request_ids[index], completion)

@@ -71,12 +71,12 @@ def make_splitter(tokenizer: Tokenizer) -> Thoughts | Channels | None:
 class ReasoningStream:
     """Gives reasoning and content of growing tokens piece by piece, as `TextStream` does for a text.
 
-    The model's control tokens part the two, in the prompt too. All is content if the model has none. Stop strings apply
-    to the content alone: a reasoning may well repeat words of the question at which an answer is to stop.
+    The model's control tokens part the two, in the prompt too. All is content if the model has none, or `splits` is
+    false. Stop strings apply to the content alone: a reasoning may well repeat words of the question at which an answer
+    is to stop. The `options` are those of `TextStream`.
 
     Attributes:
         num_tokens: tokens read so far. The last may hold a stop string and more.
-        is_stopped: whether a stop string was found.
     """
 
     def __init__(
@@ -85,21 +85,15 @@ class ReasoningStream:
         stops: Sequence[str] = (),
         *,
         prompt_ids: Sequence[int] = (),
-        skip_special_tokens: bool = True,
-        includes_stop: bool = False,
+        splits: bool = True,
+        **options: bool,
     ):
         self.num_tokens = 0
-        self._splitter = make_splitter(tokenizer)
+        self._splitter = make_splitter(tokenizer) if splits else None
         self._ids: dict[str, list[int]] = {REASONING: [], CONTENT: []}
-        self._streams: dict[str, TextStream] = {
-            part: TextStream(
-                tokenizer,
-                stops if part == CONTENT else (),
-                prompt_ids=prompt_ids,
-                skip_special_tokens=skip_special_tokens,
-                includes_stop=includes_stop,
-            )
-            for part in self._ids
+        stops_of = {REASONING: (), CONTENT: stops}
+        self._streams = {
+            part: TextStream(tokenizer, own, prompt_ids=prompt_ids, **options) for part, own in stops_of.items()
         }
         if self._splitter is not None:
             marked = [i for i, token_id in enumerate(prompt_ids) if token_id in self._splitter.marks]
@@ -108,7 +102,13 @@ class ReasoningStream:
 
     @property
     def is_stopped(self) -> bool:
+        """Whether a stop string was found."""
         return self._streams[CONTENT].is_stopped
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each token of the content begins; empty unless `has_offsets` is an option."""
+        return self._streams[CONTENT].offsets
 
     def extend(self, token_ids: Sequence[int], *, is_last: bool) -> tuple[str, str]:
         """The next piece of reasoning and of content; both may be empty.

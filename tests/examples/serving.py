@@ -17,7 +17,9 @@ pytest.importorskip("uvicorn")
 import openai
 
 from lib.engine_thread import EngineThread
+from lib.fields import Fields
 from lib.http_server import Server, bind
+from lib.openai_forms import Ask
 
 KEY, PROMPT = "secret", "The quick brown fox"
 LONG = dict(prompt="page", temperature=0, max_tokens=100)  # the answer is as long
@@ -29,6 +31,13 @@ SIZES = [
     "--max-queue=6",
     "--prefix-cache",
 ]
+SERVICE = SimpleNamespace(  # for a reading of requests
+    served_names=("model",),
+    names={"model": None},
+    checkpoint=SimpleNamespace(config=SimpleNamespace(vocab_size=300)),
+    max_logprobs=0,
+    sampling_defaults={},
+)
 
 
 @contextlib.contextmanager
@@ -89,6 +98,11 @@ def body(**fields):
 
 def chat_body(**fields):
     return json.dumps({"model": "model", "messages": [{"role": "user", "content": "a"}]} | fields)
+
+
+def read(content, service=SERVICE, *, is_chat=False):
+    """The request of a body."""
+    return Ask(Fields(json.loads(content)), service, is_chat=is_chat)
 
 
 def head(path="/v1/completions", *lines):

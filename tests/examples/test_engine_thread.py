@@ -64,7 +64,7 @@ def test_a_stop_string_ends_the_completion_of_its_own_prompt(server):
 
 
 def test_a_client_that_reads_slowly_holds_one_output_and_misses_no_token():
-    generation = Generation(2, [1, 1], [([1], SamplingParams())] * 2)
+    generation = Generation([1, 1], [([1], SamplingParams())] * 2)
     for count in (1, 2, 3):
         completion = Completion([7] * count, None, "length" if count == 3 else None)
         generation.put(0, RequestOutput(0, [completion], count == 3))

@@ -10,8 +10,7 @@ pytest.importorskip("uvicorn")
 import openai
 
 from lib.chat_template import ChatTemplateError, RendererBusyError
-from lib.openai_forms import read_ask
-from tests.examples.serving import KEY, ask, body, chat_body, complete
+from tests.examples.serving import KEY, ask, body, chat_body, complete, read
 
 REFUSED = [
     ("", 400, "must be a JSON object"),
@@ -56,6 +55,7 @@ REFUSED = [
     (body(**{"a\n\ud800": 1}), 400, r"'a\n\ud800' is not supported here; leave it out."),
     (body(logprobs=6), 400, "logprobs must be a whole number from 0 to 5, the server's --max-logprobs; got 6."),
     (body(logprobs=True), 400, "logprobs must be a whole number from 0 to 5; got True."),
+    (body(max_completion_tokens=1), 400, "max_completion_tokens is not supported here; leave it out."),
     (body(top_logprobs=1), 400, "top_logprobs is not supported here; leave it out."),
     (body(stream_options={"include_usage": True}), 400, "stream_options goes with stream."),
     (body(stream="yes"), 400, "stream must be true or false; got 'yes'."),
@@ -92,13 +92,11 @@ REFUSED_CHATS = [
 
 
 def test_what_clients_of_openai_and_vllm_send_is_read():
-    options = dict(names={"model": None}, vocab_size=300)
-    ask = read_ask(body(seed=-1, top_k=-1).encode(), is_chat=False, **options)
-    assert (ask.params.seed, ask.params.top_k) == (2**32 - 1, 0)
-    chat = json.dumps({"model": "model", "messages": [{"role": "developer", "content": "a"}]}).encode()
-    ask = read_ask(chat, is_chat=True, **options)
-    assert read_ask(b'{"prompt": "a"}', is_chat=False, **options).prompts == ["a"]
-    assert ask.conversation.messages == [{"role": "system", "content": "a"}]
+    params = read(body(seed=-1, top_k=-1)).params
+    assert (params.seed, params.top_k) == (2**32 - 1, 0)
+    assert read('{"prompt": "a"}').prompts == ["a"]
+    conversation = read(chat_body(messages=[{"role": "developer", "content": "a"}]), is_chat=True).conversation
+    assert conversation["messages"] == [{"role": "system", "content": "a"}]
 
 
 def test_what_cannot_be_answered_is_refused_in_one_sentence(server, capfd):

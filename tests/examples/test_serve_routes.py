@@ -53,6 +53,7 @@ def test_tokens_and_texts_are_converted(server, tiny):
         ("/tokenize", {}, "The field 'prompt' is missing."),
         ("/tokenize", dict(prompt=7), "prompt must be a text; got 7."),
         ("/tokenize", dict(prompt="a", model="other"), "The model 'other' does not exist here"),
+        ("/tokenize", dict(prompt="a", add_generation_prompt=True), "add_generation_prompt is not supported here"),
         ("/detokenize", dict(tokens=[300]), "tokens must hold token ids from 0 to 299."),
         ("/detokenize", dict(tokens="a"), "tokens must be a list of token ids."),
     ]

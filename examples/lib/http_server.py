@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from lib.app import create_app
 from lib.command_line import RequestError, say
 from lib.completions import COMMENT
-from lib.middleware import with_one_length, with_request_ids
+from lib.middleware import with_request_ids
 from lib.service import Service
 
 FLUSH_SECONDS = 5  # in which clients take the last of their answers
@@ -31,7 +31,7 @@ class Server(uvicorn.Server):
     def __init__(self, service: Service, *, drain_seconds: float, on_start: Callable[[], None] = lambda: None):
         options: dict[str, Any] = dict(loop="asyncio", http=Protocol, log_level="warning", access_log=False)
         options |= dict(timeout_graceful_shutdown=FLUSH_SECONDS + 2)  # never reached
-        app = with_request_ids(with_one_length(create_app(service)), logs_requests=service.logs_requests)
+        app = with_request_ids(create_app(service), logs_requests=service.logs_requests)
         super().__init__(uvicorn.Config(app, **options))
         self.engine, self.drain_seconds, self.on_start = service.engine, drain_seconds, on_start
         self.engine.on_failure = self._exit

@@ -16,6 +16,7 @@ pytest.importorskip("uvicorn")
 
 import openai
 
+import serve
 from lib.engine_thread import EngineThread
 from lib.fields import Fields
 from lib.http_server import Server, bind
@@ -42,7 +43,7 @@ SERVICE = SimpleNamespace(  # for a reading of requests
 
 @contextlib.contextmanager
 def running(service, drain_seconds=30.0):
-    """A server around the engine of a service, which no other server uses meanwhile."""
+    """A server around the engine of a service, which no other server uses at the same time."""
     engine = service.engine._engine
     thread_of_engine = EngineThread(engine, most_completions=service.engine.most_completions)
     service = dataclasses.replace(service, engine=thread_of_engine)
@@ -92,12 +93,27 @@ def chat(server, content=PROMPT, **options):
     return server.client.chat.completions.create(**dict(model="model", messages=messages, temperature=0) | options)
 
 
+def make_service(folder, *options):
+    options = [f"--model={folder}", "--dtype=float32", f"--api-key={KEY}", *SIZES, *options]
+    return serve.create_service(serve.parse_arguments(options))
+
+
+def texts(answer):
+    return [choice.text for choice in answer.choices]
+
+
+def stop_in(text, *others):
+    """Two characters that begin within the text for the first time, and that the others do not have."""
+    pairs = (text[i : i + 2] for i in range(5, len(text)) if text.find(text[i : i + 2]) == i)
+    return next(pair for pair in pairs if "\ufffd" not in pair and not any(pair in other for other in others))
+
+
 def body(**fields):
     return json.dumps(dict(model="model", prompt="a") | fields)
 
 
 def chat_body(**fields):
-    return json.dumps({"model": "model", "messages": [{"role": "user", "content": "a"}]} | fields)
+    return json.dumps(dict(model="model", messages=[{"role": "user", "content": "a"}]) | fields)
 
 
 def read(content, service=SERVICE, *, is_chat=False):

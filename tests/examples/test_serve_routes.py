@@ -4,10 +4,8 @@ import dataclasses
 import json
 import re
 
+import openai
 import pytest
-
-pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
 
 import jaxpaged
 from lib import engine_metrics
@@ -15,10 +13,12 @@ from tests.examples.serving import KEY, PROMPT, ask, body, chat, complete, runni
 
 
 def test_models_have_a_date_and_a_length(server):
-    first, small, large = server.client.models.list()
-    assert (first.id, first.root, first.parent, first.max_model_len) == ("model", "model", None, 128)
-    assert (small.id, small.root, small.parent, small.max_model_len) == ("small", "small", "model", 128)
-    assert 1.7e9 < first.created == large.created
+    models = list(server.client.models.list())
+    found = [(model.id, model.root, model.parent, model.max_model_len) for model in models]
+    assert found == [("model", "model", None, 128), ("small", "small", "model", 128), ("large", "large", "model", 128)]
+    assert 1.7e9 < models[0].created == models[2].created
+    with pytest.raises(openai.NotFoundError):
+        server.client.models.retrieve("other")
 
 
 def test_a_model_has_several_names_and_answers_with_the_first(server):
@@ -49,19 +49,16 @@ def test_tokens_and_texts_are_converted(server, tiny):
     (expected,) = tiny.tokenizer.encode_conversations([messages])
     status, answer = post("/tokenize", messages=messages, add_generation_prompt=True)
     assert (status, answer["tokens"], answer["token_strs"]) == (200, expected, None)
-    refused = [
+    for path, fields, message in (
         ("/tokenize", {}, "The field 'prompt' is missing."),
         ("/tokenize", dict(prompt=7), "prompt must be a text; got 7."),
         ("/tokenize", dict(prompt="a", model="other"), "The model 'other' does not exist here"),
         ("/tokenize", dict(prompt="a", add_generation_prompt=True), "add_generation_prompt is not supported here"),
         ("/detokenize", dict(tokens=[300]), "tokens must hold token ids from 0 to 299."),
         ("/detokenize", dict(tokens="a"), "tokens must be a list of token ids."),
-    ]
-    for path, fields, message in refused:
+    ):
         status, answer = post(path, **fields)
         assert (status // 100, message in answer["error"]["message"]) == (4, True), answer
-    for path in ("/tokenize", "/detokenize"):
-        assert ask(server.port, path, "{}", Authorization="")[0] == 401
 
 
 def test_lm_eval_finds_a_remote_tokenizer_if_the_server_shows_it(server, tiny):
@@ -82,12 +79,10 @@ def test_a_request_keeps_its_id_or_gets_one(server):
     _, headers, answer = ask(server.port, body=body(), **{"X-Request-Id": "mine-1"})
     assert (headers["x-request-id"], json.loads(answer)["id"]) == ("mine-1", "cmpl-mine-1")
     for sent in ("", "a" * 129, "caf\u00e9"):
-        status, headers, answer = ask(server.port, body="[]", **{"X-Request-Id": sent})
-        assert (status, bool(re.fullmatch("[0-9a-f]{32}", headers["x-request-id"]))) == (400, True)
-    assert complete(server, max_tokens=1)._request_id
-    stream = complete(server, max_tokens=1, stream=True)
-    assert stream.response.headers["x-request-id"]
-    stream.close()
+        headers = ask(server.port, body="[]", **{"X-Request-Id": sent})[1]
+        assert re.fullmatch("[0-9a-f]{32}", headers["x-request-id"])
+    with complete(server, max_tokens=1, stream=True) as stream:
+        assert stream.response.headers["x-request-id"]
 
 
 def test_pages_of_other_origins_need_an_option(server):
@@ -118,7 +113,7 @@ def test_work_and_requests_are_logged(service, gate, monkeypatch, capfd):
         ask(server.port, body="[]", **{"X-Request-Id": "refused"})
         ask(server.port, "/health")
     lines += capfd.readouterr().err.splitlines()
-    assert any(re.fullmatch(r"0 running, 5 waiting, 0.0 tokens/s, 64 of 64 blocks free", line) for line in lines)
+    assert "0 running, 5 waiting, 0.0 tokens/s, 64 of 64 blocks free" in lines
     by_id = {name: rest for name, _, rest in (line.partition(": ") for line in lines)}
     pattern = r"POST '/v1/completions' 200 in \d+.\d\d s, model, 19 prompt tokens, \d+ of them cached, 20 new tokens, "
     assert re.fullmatch(pattern + "length, length, length, length, length", by_id["mine"])

@@ -119,8 +119,3 @@ def chat_body(**fields):
 def read(content, service=SERVICE, *, is_chat=False):
     """The request of a body."""
     return Ask(Fields(json.loads(content)), service, is_chat=is_chat)
-
-
-def head(path="/v1/completions", *lines):
-    lines = (f"POST {path} HTTP/1.1", "Host: here", f"Authorization: Bearer {KEY}", *lines)
-    return "\r\n".join((*lines, "Content-Type: application/json", "", "")).encode()

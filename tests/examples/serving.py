@@ -42,11 +42,11 @@ SERVICE = SimpleNamespace(  # for a reading of requests
 
 
 @contextlib.contextmanager
-def running(service, drain_seconds=30.0):
-    """A server around the engine of a service, which no other server uses at the same time."""
+def running(service, drain_seconds=30.0, **changes):
+    """A server around the engine of a service with these changes, which no other server uses at the same time."""
     engine = service.engine._engine
     thread_of_engine = EngineThread(engine, most_completions=service.engine.most_completions)
-    service = dataclasses.replace(service, engine=thread_of_engine)
+    service = dataclasses.replace(service, engine=thread_of_engine, **changes)
     server = Server(service, drain_seconds=drain_seconds)
     with bind("127.0.0.1", 0) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
@@ -56,7 +56,9 @@ def running(service, drain_seconds=30.0):
         options = dict(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0)
         try:
             with openai.OpenAI(**options) as client:
-                yield SimpleNamespace(server=server, thread=thread, port=port, client=client, service=service)
+                yield SimpleNamespace(
+                    server=server, thread=thread, port=port, client=client, service=service, engine=service.engine
+                )
         finally:
             if not service.engine.is_draining:
                 server.handle_exit(signal.SIGTERM, None)
@@ -75,9 +77,9 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
-def ask(port, path="/v1/completions", body=None, method=None, **headers):
+def ask(server, path="/v1/completions", body=None, method=None, **headers):
     """A raw request: status, headers and content."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"} | headers
     connection.request(method or ("GET" if body is None else "POST"), path, body, headers)
     with contextlib.closing(connection), connection.getresponse() as response:
@@ -96,6 +98,10 @@ def chat(server, content=PROMPT, **options):
 def make_service(folder, *options):
     options = [f"--model={folder}", "--dtype=float32", f"--api-key={KEY}", *SIZES, *options]
     return serve.create_service(serve.parse_arguments(options))
+
+
+def text_of(stream):
+    return "".join(chunk.choices[0].text for chunk in stream)
 
 
 def texts(answer):

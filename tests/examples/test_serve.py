@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.serving import PROMPT, chat, complete, make_service, running, stop_in, texts, wait_for
+from tests.examples.serving import PROMPT, chat, complete, make_service, running, stop_in, text_of, texts, wait_for
 from tests.examples.tiny_checkpoint import EOS, greedy
 from tests.examples.tiny_families import PROMPT as PROMPT_OF_FAMILIES
 from tests.examples.tiny_families import write_family
@@ -78,13 +78,13 @@ def test_a_stop_string_ends_the_text(server, includes):
         assert answer.choices[0].finish_reason == "stop"
         assert begin + 2 <= answer.usage.completion_tokens < 60
         chunks = list(complete(server, **options, stop=stops, stream=True))
-        assert "".join(chunk.choices[0].text for chunk in chunks) == answer.choices[0].text
+        assert text_of(chunks) == answer.choices[0].text
         assert chunks[-1].choices[0].finish_reason == "stop"
 
 
 @pytest.mark.parametrize("ended", [0, 1, 2])
 def test_a_stop_string_ends_one_completion_and_the_others_go_on(server, ended):
-    engine = server.service.engine
+    engine = server.engine
     options = dict(prompt=[PROMPT, "12345678"], max_tokens=60, temperature=2, seed=4, n=2)
     expected = texts(complete(server, **options))
     text = expected.pop(ended)

@@ -22,7 +22,7 @@ def runtime_server(runtime_service):
 
 
 def post(server, action, **fields):
-    return ask(server.port, f"/v1/{action}_lora_adapter", json.dumps(fields))[::2]
+    return ask(server, f"/v1/{action}_lora_adapter", json.dumps(fields))[::2]
 
 
 def load(server, name, folder, **fields):
@@ -65,7 +65,7 @@ def test_an_adapter_is_loaded_replaced_and_unloaded(runtime_server, tiny, adapte
     assert_serves(server, tiny, "new", first)
     assert unload(server, "new") == (200, "Success: LoRA adapter 'new' removed successfully.")
     assert names(server) == ["model", "small"]
-    assert ask(server.port, body=body(model="new"))[0] == 404
+    assert ask(server, body=body(model="new"))[0] == 404
     assert load(server, "other", tmp_path / "b")[0] == 200
     assert_serves(server, tiny, "other", second)
     assert unload(server, "other")[0] == 200
@@ -73,14 +73,14 @@ def test_an_adapter_is_loaded_replaced_and_unloaded(runtime_server, tiny, adapte
 
 def test_a_slot_is_free_when_the_last_request_with_it_has_ended(runtime_server, adapters, monkeypatch):
     server, folder = runtime_server, str(adapters["large"][0])
-    engine, may_step = server.service.engine._engine, threading.Event()
+    engine, may_step = server.engine._engine, threading.Event()
     step = engine.step
     assert load(server, "one", folder)[0] == 200
     monkeypatch.setattr(engine, "step", lambda: may_step.wait(60) and step())
     stream = complete(server, model="one", max_tokens=4, stream=True)
     assert unload(server, "one")[0] == 200
     content = json.dumps(dict(lora_name="two", lora_path=folder))
-    status, headers, _ = ask(server.port, "/v1/load_lora_adapter", content)
+    status, headers, _ = ask(server, "/v1/load_lora_adapter", content)
     assert (status, headers["Retry-After"]) == (503, "1")
     may_step.set()
     list(stream)

@@ -109,7 +109,7 @@ REFUSED = {
 @pytest.mark.parametrize("fields", [pytest.param(fields, id=name) for name, fields in ANSWERED.items()])
 def test_a_client_gets_its_answer(server, fields):
     path, content = (TEXT, body(**fields)) if "prompt" in fields else (CHAT, chat_body(**fields))
-    status, _, answer = ask(server.port, path, content)
+    status, _, answer = ask(server, path, content)
     assert status == 200, answer
     if fields.get("stream"):
         *chunks, end = answer.strip().split("\n\n")
@@ -124,7 +124,7 @@ def test_a_client_gets_its_answer(server, fields):
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_client_is_refused_in_a_clear_sentence(server, name):
     path, fields, message = REFUSED[name]
-    status, _, answer = ask(server.port, path, chat_body(**fields))
+    status, _, answer = ask(server, path, chat_body(**fields))
     assert (status // 100, message in json.loads(answer)["error"]["message"]) == (4, True), answer
 
 

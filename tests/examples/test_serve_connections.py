@@ -47,12 +47,12 @@ def read_all(connection):
 
 def drain(server, number=signal.SIGTERM):
     server.server.handle_exit(number, None)
-    wait_for(lambda: server.service.engine.is_draining)
+    wait_for(lambda: server.engine.is_draining)
 
 
 def test_a_client_that_leaves_gives_its_blocks_back(server, gate, monkeypatch):
     monkeypatch.setattr(http_server, "PROBE_SECONDS", 0.05)
-    engine = server.service.engine
+    engine = server.engine
     before = engine.finished["abort"]
     with contextlib.ExitStack() as clients:
         for _ in range(2):
@@ -74,14 +74,14 @@ def test_a_half_closed_client_gets_its_answer(server, gate, monkeypatch, is_stre
     with connected(server) as connection:
         send(connection, "/v1/completions", content, f"Content-Length: {len(content)}", *closes)
         connection.shutdown(socket.SHUT_WR)
-        wait_for(lambda: server.service.engine.num_open == 1)
+        wait_for(lambda: server.engine.num_open == 1)
         time.sleep(0.2)  # the time of four probes
         gate.set()
         answer = read_all(connection)
     before, _, answer = answer.rpartition("HTTP/1.1 200 OK")
     assert set(before.split("\r\n")) <= {"HTTP/1.1 100 ", "HTTP/1.1 100 Continue", ""}
     assert answer.endswith("data: [DONE]\n\n\r\n0\r\n\r\n" if is_streamed else "}")
-    assert server.service.engine.num_open == 0
+    assert server.engine.num_open == 0
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/health"])
@@ -97,12 +97,12 @@ def test_a_body_of_two_lengths_is_refused_and_what_follows_is_not_read(server, p
 
 def test_a_full_queue_says_when_to_come_again(server, gate):
     streams = [complete(server, max_tokens=4, n=5, stream=True) for _ in range(2)]  # 4 seats, and 6 wait
-    status, headers, answer = ask(server.port, body=body())
+    status, headers, answer = ask(server, body=body())
     assert (status, headers["Retry-After"]) == (429, "1")
     assert json.loads(answer)["error"]["code"] == "queue_full"
     gate.set()
     assert all(list(stream)[-1].choices[0].finish_reason for stream in streams)
-    wait_for(lambda: server.service.engine.num_open == 0)
+    wait_for(lambda: server.engine.num_open == 0)
     assert complete(server, max_tokens=1).choices
 
 
@@ -110,7 +110,7 @@ def test_draining_finishes_what_is_under_way_and_takes_nothing_new(service, gate
     with running(service) as server:
         stream = complete(server, **LONG, stream=True)
         drain(server)
-        assert ask(server.port, "/health")[0] == 503
+        assert ask(server, "/health")[0] == 503
         with pytest.raises(openai.InternalServerError, match="The server is shutting down"):
             complete(server)
         gate.set()
@@ -153,7 +153,7 @@ def test_draining_aborts_what_takes_too_long(service, gate):
         stream = complete(server, **LONG, stream=True)
         wait_for(gate.is_reached)  # so the request has left the inbox
         drain(server, signal.SIGINT)
-        wait_for(lambda: not server.service.engine._inbox.empty())  # the abort
+        wait_for(lambda: not server.engine._inbox.empty())  # the abort
         gate.set()
         assert list(stream)[-1].choices[0].finish_reason == "abort"
 
@@ -162,8 +162,8 @@ def test_draining_does_not_wait_for_a_prompt_that_is_read_too_long(service, monk
     read, encode = threading.Event(), completions.encode
     monkeypatch.setattr(completions, "encode", lambda service, ask: read.wait(60) and encode(service, ask))
     with running(service, drain_seconds=0.05) as server:
-        engine, statuses = server.service.engine, []
-        client = threading.Thread(target=lambda: statuses.append(ask(server.port, body=body())[0]))
+        engine, statuses = server.engine, []
+        client = threading.Thread(target=lambda: statuses.append(ask(server, body=body())[0]))
         client.start()
         wait_for(lambda: engine.num_open == 1)
         drain(server)
@@ -193,4 +193,4 @@ def test_an_engine_that_fails_ends_the_server(service, monkeypatch, error):
             complete(server)
         server.thread.join(60)
         assert not server.thread.is_alive()
-        assert str(server.service.engine.failure) == "out of memory"
+        assert str(server.engine.failure) == "out of memory"

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from lib.openai_fields import IGNORED
-from tests.examples.serving import PROMPT, body, chat, chat_body, complete, read, running, texts
+from tests.examples.serving import PROMPT, body, chat, chat_body, complete, read, running, text_of, texts
 from tests.examples.tiny_checkpoint import greedy
 
 # Clients of vLLM send these defaults.
@@ -59,7 +59,7 @@ def test_defaults_of_sampling_hold_for_what_a_request_leaves_out(server):
     params = read(body(temperature=1.5, top_k=-1, min_p=0.1), service).params
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.5, 0.9, 0, 0.1)
     expected = texts(complete(server))
-    with running(dataclasses.replace(server.service, sampling_defaults={"temperature": 0.0})) as greedy_server:
+    with running(server.service, sampling_defaults={"temperature": 0.0}) as greedy_server:
         assert texts(complete(greedy_server, temperature=None)) == expected
 
 
@@ -77,7 +77,7 @@ def test_a_stop_token_ends_the_text_before_it(server, tiny):
         assert (choice.finish_reason, answer.usage.completion_tokens) == ("stop", end)
         assert len(choice.logprobs.tokens) == len(choice.logprobs.text_offset) == end
         assert includes or choice.logprobs.text_offset[-1] == len(choice.text)
-        assert "".join(chunk.choices[0].text for chunk in complete(server, stream=True, **options)) == choice.text
+        assert text_of(complete(server, stream=True, **options)) == choice.text
 
 
 def test_text_goes_on_after_its_end_with_ignore_eos(server):
@@ -130,7 +130,7 @@ def test_each_chunk_can_have_the_usage(server, call):
 
 @pytest.mark.parametrize("wrong", [-math.inf, math.nan])
 def test_logprobs_that_json_does_not_have_are_very_low(server, monkeypatch, wrong):
-    engine = server.service.engine._engine
+    engine = server.engine._engine
     step = engine.step
 
     def wrong_step():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.examples.serving import PROMPT, chat, complete, texts
+from tests.examples.serving import PROMPT, chat, complete, text_of, texts
 from tests.examples.tiny_checkpoint import VOCAB, greedy, next_logits
 
 
@@ -112,7 +112,7 @@ def test_a_streamed_echo_says_the_same(server):
     chunks = list(complete(server, logprobs=2, stream=True, **options))
     for choice in whole:
         own = [chunk for chunk in chunks if chunk.choices[0].index == choice.index]
-        assert "".join(chunk.choices[0].text for chunk in own) == choice.text
+        assert text_of(own) == choice.text
         assert choice.text.startswith(PROMPT)
         assert joined(own) == choice.logprobs.model_dump()
     stopped = complete(server, max_tokens=30, echo=True, stop=[PROMPT[:3], whole[0].text[len(PROMPT) :][2:4]])

@@ -127,16 +127,16 @@ def test_what_cannot_be_answered_is_refused_in_one_sentence(server, capfd):
     refused += [("/v1/chat/completions", content, 400, *rest) for content, *rest in REFUSED_CHATS]
     refused += [("/v1/nothing", "{}", 404, "Not Found.", None), ("/health", "{}", 405, "Method Not Allowed.", None)]
     for path, content, status, message, *param in refused:
-        found, _, answer = ask(server.port, path, content)
+        found, _, answer = ask(server, path, content)
         error = json.loads(answer)["error"]
         assert (found, message in error["message"]) == (status, True), (content[:100], answer)
         assert [error["param"]] == (param or [message.split()[0]]), answer
         assert error["message"].count("\n") == 0
         assert error["message"].endswith(".")
         assert error["type"] == "invalid_request_error"
-    assert ask(server.port, body=body(), **{"Content-Type": "text/plain"})[0] == 415
-    assert "GET" in ask(server.port, "/health", "{}")[1]["Allow"]
-    assert server.service.engine.num_open == 0
+    assert ask(server, body=body(), **{"Content-Type": "text/plain"})[0] == 415
+    assert "GET" in ask(server, "/health", "{}")[1]["Allow"]
+    assert server.engine.num_open == 0
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
@@ -150,10 +150,10 @@ def test_a_busy_machine_is_not_the_client_s_fault(server, monkeypatch, error, st
 
     monkeypatch.setattr(type(server.service.checkpoint.tokenizer), "encode_conversations", encode_conversations)
     for path in ("/v1/chat/completions", "/tokenize"):
-        found, headers, answer = ask(server.port, path, chat_body())
+        found, headers, answer = ask(server, path, chat_body())
         assert (found, headers["Retry-After"]) == (status, retry_after)
         assert json.loads(answer)["error"]["message"] == str(error)
-    assert server.service.engine.num_open == 0
+    assert server.engine.num_open == 0
 
 
 def test_a_key_is_asked_for_where_there_is_one(server):
@@ -164,7 +164,7 @@ def test_a_key_is_asked_for_where_there_is_one(server):
         ("/v1/models", None),
     ):
         for key in ("Bearer wrong", "", KEY, "Bearer \u00e9"):
-            status, _, answer = ask(server.port, path, content, Authorization=key)
+            status, _, answer = ask(server, path, content, Authorization=key)
             assert (status, json.loads(answer)["error"]["code"]) == (401, "invalid_api_key")
-    assert ask(server.port, "/health", Authorization="")[0] == 200
-    assert ask(server.port, "/v1/models", Authorization=f"bearer {KEY}")[0] == 200  # the scheme has no case
+    assert ask(server, "/health", Authorization="")[0] == 200
+    assert ask(server, "/v1/models", Authorization=f"bearer {KEY}")[0] == 200  # the scheme has no case

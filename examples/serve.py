@@ -57,7 +57,7 @@ NUMBERS: dict[str, tuple[int | None, str]] = {
         "most tokens of a completion to guess in a step, from what it repeats; default: none",
     ),
     # OpenAI's API allows 5 in completions, and 20 in chats.
-    "--max-logprobs": (5, "the most likely tokens that a request may ask for beside each of its tokens"),
+    "--max-logprobs": (5, "the most likely tokens that a request may ask for with each of its tokens"),
     "--host-cache-mb": (
         None,
         "with --prefix-cache: host memory for what the pool has no room for, in 10^6 bytes; default: none",
@@ -93,7 +93,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--served-model-name",
         nargs="+",
         metavar="NAME",
-        help="what requests may name as their model; answers have the first; default: the file's or folder's name",
+        help="names of the model in requests; answers have the first; default: the file's or folder's name",
     )
     parser.add_argument(
         "--adapter",

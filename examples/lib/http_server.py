@@ -17,7 +17,7 @@ from lib.completions import COMMENT
 from lib.middleware import with_request_ids
 from lib.service import Service
 
-FLUSH_SECONDS = 5  # in which clients take the last of their answers
+FLUSH_SECONDS = 5  # for clients to read the last of their answers
 PROBE_SECONDS = 1
 
 
@@ -64,7 +64,7 @@ class Server(uvicorn.Server):
             await self.lifespan.shutdown()
 
     async def _drop_connections(self) -> None:
-        """Drops clients that do not take their answer or never finish their request.
+        """Drops clients that do not read their answer or never finish their request.
 
         Their tasks then end as for any client that leaves; each task that uvicorn cancels would log a traceback.
         """
@@ -86,7 +86,7 @@ class Protocol(H11Protocol):
     """Answers a client that has closed only its sending side, as `nc -N` does.
 
     A client that has left looks the same until something is sent to it. So it is sent what clients skip, over and over:
-    `100 Continue` before an answer, comments in a stream of events. If nobody holds the connection any more, it fails.
+    `100 Continue` before an answer, comments in a stream of events. If the client has closed the connection, it fails.
     """
 
     def eof_received(self) -> bool | None:  # type: ignore[override] # asyncio asks whether to keep it open

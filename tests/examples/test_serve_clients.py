@@ -18,25 +18,17 @@ CALL = {"type": "function", "id": "1", "function": {"name": "f", "arguments": '{
 TOOL = {"type": "function", "function": {"name": "add", "description": "d", "parameters": {"type": "object"}}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "P", "strict": True, "schema": {"type": "object"}}}
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
-GUIDELLM = dict(stream=True, stop=None, ignore_eos=True)
-GUIDELLM |= dict(stream_options={"include_usage": True, "continuous_usage_stats": True})
 # Recorded from lm-eval 0.4.13, guidellm 0.8.1, litellm, langchain-openai 1.7, instructor 1.17, llama-index and ai 6.0;
 # only the texts are shorter. A chat without messages has those of `chat_body`.
 ANSWERED = {
-    "lm-eval, loglikelihood": dict(
-        prompt=[[1, 2, 3], [4, 5]], temperature=0, max_tokens=1, logprobs=1, seed=1234, echo=True
-    ),
-    "lm-eval, humaneval": dict(
-        prompt=["def f():"],
-        max_tokens=8,
-        temperature=0,
-        stop=["\nclass", "\ndef", "\n#", "\nif", "\nprint"],
-        seed=1234,
-    ),
     "lm-eval, chat": dict(max_tokens=8, temperature=0, stop=["\n\n"], seed=1234),
-    "guidellm": dict(prompt="a b", max_tokens=8, **GUIDELLM),
     "guidellm, chat": dict(
-        messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}], max_completion_tokens=8, **GUIDELLM
+        messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+        stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+        max_completion_tokens=8,
+        stop=None,
+        ignore_eos=True,
     ),
     "litellm, vLLM's extras": dict(max_tokens=8, top_k=5, repetition_penalty=1.0, min_p=0.0),
     "litellm, tools": dict(max_tokens=8, tools=[TOOL], tool_choice="none"),
@@ -166,6 +158,7 @@ def test_a_day_of_the_openai_client(server):
 
 @pytest.mark.parametrize("pattern", client_patterns.PATTERNS, ids=lambda pattern: pattern.name)
 def test_a_pattern_of_the_soak_is_answered(server, pattern):
+    """Other requests of lm-eval and guidellm."""
     options = dict(host="127.0.0.1", port=server.port, num_clients=2, seconds=0.2, key=KEY)
     assert len(client_patterns.run_pattern(pattern, **options)) >= 2
 

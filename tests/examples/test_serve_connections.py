@@ -34,7 +34,7 @@ def connected(server):
 
 
 def send(connection, path="/v1/completions", content=b"", *lines):
-    """A request; without other `lines`, the content's length is told."""
+    """Sends a request; the default of `lines` is the content's length."""
     lines = lines or (f"Content-Length: {len(content)}",)
     lines = (f"POST {path} HTTP/1.1", "Host: here", f"Authorization: Bearer {KEY}", *lines)
     connection.sendall("\r\n".join((*lines, "Content-Type: application/json", "", "")).encode() + content)

@@ -77,7 +77,7 @@ def test_top_logprobs_are_those_of_the_model(server, tiny, count):
 @pytest.mark.parametrize("max_tokens", [0, 1, 5])
 @pytest.mark.parametrize("is_text", [True, False])
 def test_an_echo_has_the_logprobs_of_the_prompt(server, tiny, max_tokens, is_text):
-    """What lm-eval's local-completions asks for, several prompts at once; the second time they are cached."""
+    """As lm-eval's local-completions does, with several prompts at once; the second time they are cached."""
     prompts = [PROMPT, "a", "The quick brown"]
     ids = [tiny.tokenizer.encode(prompt) for prompt in prompts]
     options = dict(prompt=prompts if is_text else ids, max_tokens=max_tokens, echo=True)

@@ -7,64 +7,61 @@ import pytest
 from lib.chat_template import ChatTemplateError, RendererBusyError
 from tests.examples.serving import KEY, ask, body, chat_body, read
 
+# Bodies, messages, and the fields that the errors name, by default the first word of the message.
 REFUSED = [
-    ("", 400, "must be a JSON object", None),
-    ("[1]", 400, "must be a JSON object", None),
-    ("[" * 4000, 400, "must be a JSON object", None),
-    (b"\xff{}", 400, "must be a JSON object", None),
-    (f'{{"model": "model", "prompt": "a", "seed": {"1" * 4500}}}', 400, "must be a JSON object", None),
-    ('{"model": "model"}', 400, "The field 'prompt' is missing.", "prompt"),
-    (body(model="gpt-9"), 404, "The model 'gpt-9' does not exist here", "model"),
-    (body(model=7), 400, "model must be a text; got 7."),
-    (body(prompt=""), 400, "The prompt holds no token.", "prompt"),
-    (body(prompt=[]), 400, "prompt must be a text, a list of token ids, or a list of these."),
-    (body(prompt=[[1], [2.5]]), 400, "prompt must be a text, a list of token ids, or a list of these."),
-    (body(prompt=[1, 300]), 400, "prompt must hold token ids from 0 to 299."),
-    (body(prompt=["a"] * 11), 400, "at most 10 completions here; got 11.", "n"),
-    (body(prompt="\ud800"), 400, "prompt must be Unicode"),
+    ("", "must be a JSON object", None),
+    ("[1]", "must be a JSON object", None),
+    ("[" * 4000, "must be a JSON object", None),
+    (b"\xff{}", "must be a JSON object", None),
+    (f'{{"model": "model", "prompt": "a", "seed": {"1" * 4500}}}', "must be a JSON object", None),
+    ('{"model": "model"}', "The field 'prompt' is missing.", "prompt"),
+    (body(model=7), "model must be a text; got 7."),
+    (body(prompt=""), "The prompt holds no token.", "prompt"),
+    (body(prompt=[]), "prompt must be a text, a list of token ids, or a list of these."),
+    (body(prompt=[[1], [2.5]]), "prompt must be a text, a list of token ids, or a list of these."),
+    (body(prompt=[1, 300]), "prompt must hold token ids from 0 to 299."),
+    (body(prompt=["a"] * 11), "at most 10 completions here; got 11.", "n"),
+    (body(prompt="\ud800"), "prompt must be Unicode"),
     (
         body(prompt="a" * 200),
-        400,
         "has 200 tokens and asks for 1 more; a request has at most 128 together here.",
         "prompt",
     ),
     (
         body(max_tokens=128),
-        400,
         "has 1 tokens and asks for 128 more; a request has at most 128 together here.",
         "prompt",
     ),
-    (body(max_tokens=0), 400, "max_tokens must be a whole number from 1 to"),
-    (body(max_tokens=10**30), 400, "max_tokens must be a whole number from 1 to"),
-    (body(max_tokens=True), 400, "max_tokens must be a whole number from 1 to"),
-    (body(max_tokens="4"), 400, "max_tokens must be a whole number from 1 to"),
-    (body(temperature=float("nan")), 400, "temperature must be a number from 0 to 2; got nan."),
-    (body(temperature=-1), 400, "temperature must be a number from 0 to 2; got -1."),
-    (body(temperature=10**400), 400, "temperature must be a number from 0 to 2; got 1000"),
-    (body(top_p=1.01), 400, "top_p must be a number from 0 to 1; got 1.01."),
-    (body(top_k=-2), 400, "top_k must be a whole number from -1 to 300; got -2."),
-    (body(min_p=1.5), 400, "min_p must be a number from 0 to 1; got 1.5."),
-    (body(seed=2**63), 400, "seed must be a whole number from -9223372036854775808 to 9223372036854775807"),
-    (body(n=0), 400, "n must be a whole number from 1 to 16; got 0."),
-    (body(stop=["a"] * 33), 400, "stop must be a text or at most 32 texts"),
-    (body(stop=""), 400, "stop must be a text or at most 32 texts"),
-    (body(stop_token_ids=[300]), 400, "stop_token_ids must be at most 16 token ids from 0 to 299."),
-    (body(stop_token_ids=[1] * 17), 400, "stop_token_ids must be at most 16 token ids from 0 to 299."),
-    (body(messages=[]), 400, "messages is not supported here: send it to /v1/chat/completions."),
-    (body(min_tokens=2), 400, "min_tokens is not supported here; ignore_eos with max_tokens gives an exact number"),
-    (body(response_format={"type": "json_object"}), 400, 'response_format is supported only as {"type": "text"}'),
-    (body(repetition_penalty=1.1), 400, "repetition_penalty is not supported here; leave it out."),
-    (body(best_of=2), 400, "best_of is not supported here; leave it out."),
-    (body(echo=1), 400, "echo must be true or false; got 1."),
-    (body(logit_bias={"1": 5}), 400, "logit_bias is not supported here; leave it out."),
-    (body(**{"a\n\ud800": 1}), 400, r"'a\n\ud800' is not supported here; leave it out.", "'a\\n\\ud800'"),
-    (body(logprobs=6), 400, "logprobs must be a whole number from 0 to 5, the server's --max-logprobs; got 6."),
-    (body(logprobs=True), 400, "logprobs must be a whole number from 0 to 5; got True."),
-    (body(max_completion_tokens=1), 400, "max_completion_tokens is not supported here; leave it out."),
-    (body(top_logprobs=1), 400, "top_logprobs is not supported here; leave it out."),
-    (body(stream_options={"include_usage": True}), 400, "stream_options goes with stream."),
-    (body(stream="yes"), 400, "stream must be true or false; got 'yes'."),
-    ("x" * 5001, 413, "The body must be at most 5000 bytes.", None),
+    (body(max_tokens=0), "max_tokens must be a whole number from 1 to"),
+    (body(max_tokens=10**30), "max_tokens must be a whole number from 1 to"),
+    (body(max_tokens=True), "max_tokens must be a whole number from 1 to"),
+    (body(max_tokens="4"), "max_tokens must be a whole number from 1 to"),
+    (body(temperature=float("nan")), "temperature must be a number from 0 to 2; got nan."),
+    (body(temperature=-1), "temperature must be a number from 0 to 2; got -1."),
+    (body(temperature=10**400), "temperature must be a number from 0 to 2; got 1000"),
+    (body(top_p=1.01), "top_p must be a number from 0 to 1; got 1.01."),
+    (body(top_k=-2), "top_k must be a whole number from -1 to 300; got -2."),
+    (body(min_p=1.5), "min_p must be a number from 0 to 1; got 1.5."),
+    (body(seed=2**63), "seed must be a whole number from -9223372036854775808 to 9223372036854775807"),
+    (body(n=0), "n must be a whole number from 1 to 16; got 0."),
+    (body(stop=["a"] * 33), "stop must be a text or at most 32 texts"),
+    (body(stop=""), "stop must be a text or at most 32 texts"),
+    (body(stop_token_ids=[300]), "stop_token_ids must be at most 16 token ids from 0 to 299."),
+    (body(stop_token_ids=[1] * 17), "stop_token_ids must be at most 16 token ids from 0 to 299."),
+    (body(messages=[]), "messages is not supported here: send it to /v1/chat/completions."),
+    (body(min_tokens=2), "min_tokens is not supported here; ignore_eos with max_tokens gives an exact number"),
+    (body(response_format={"type": "json_object"}), 'response_format is supported only as {"type": "text"}'),
+    (body(repetition_penalty=1.1), "repetition_penalty is not supported here; leave it out."),
+    (body(best_of=2), "best_of is not supported here; leave it out."),
+    (body(echo=1), "echo must be true or false; got 1."),
+    (body(logit_bias={"1": 5}), "logit_bias is not supported here; leave it out."),
+    (body(**{"a\n\ud800": 1}), r"'a\n\ud800' is not supported here; leave it out.", "'a\\n\\ud800'"),
+    (body(logprobs=6), "logprobs must be a whole number from 0 to 5, the server's --max-logprobs; got 6."),
+    (body(logprobs=True), "logprobs must be a whole number from 0 to 5; got True."),
+    (body(max_completion_tokens=1), "max_completion_tokens is not supported here; leave it out."),
+    (body(top_logprobs=1), "top_logprobs is not supported here; leave it out."),
+    (body(stream_options={"include_usage": True}), "stream_options goes with stream."),
+    (body(stream="yes"), "stream must be true or false; got 'yes'."),
 ]
 
 
@@ -72,7 +69,6 @@ def messages(**fields):
     return chat_body(messages=[{"role": "user", "content": "a"}, fields])
 
 
-# The last is what the error names as its field, if that is not the first word of the message.
 REFUSED_CHATS = [
     (body(), "prompt is not supported here: send it to /v1/completions."),
     (
@@ -123,10 +119,15 @@ def test_what_clients_of_openai_and_vllm_send_is_read():
 
 
 def test_what_cannot_be_answered_is_refused_in_one_sentence(server, capfd):
-    refused = [("/v1/completions", *row) for row in REFUSED]
-    refused += [("/v1/chat/completions", content, 400, *rest) for content, *rest in REFUSED_CHATS]
-    refused += [("/v1/nothing", "{}", 404, "Not Found.", None), ("/health", "{}", 405, "Method Not Allowed.", None)]
-    for path, content, status, message, *param in refused:
+    text, chat = "/v1/completions", "/v1/chat/completions"
+    refused = [(path, 400, *row) for path, rows in ((text, REFUSED), (chat, REFUSED_CHATS)) for row in rows]
+    refused += [
+        (text, 404, body(model="gpt-9"), "The model 'gpt-9' does not exist here", "model"),
+        (text, 413, "x" * 5001, "The body must be at most 5000 bytes.", None),
+        ("/v1/nothing", 404, "{}", "Not Found.", None),
+        ("/health", 405, "{}", "Method Not Allowed.", None),
+    ]
+    for path, status, content, message, *param in refused:
         found, _, answer = ask(server, path, content)
         error = json.loads(answer)["error"]
         assert (found, message in error["message"]) == (status, True), (content[:100], answer)

@@ -48,10 +48,6 @@ class Piece:
         self.token_ids += piece.token_ids
         self.scores += piece.scores
 
-    @property
-    def has_output(self) -> bool:
-        return bool(self.reasoning or self.text or self.finish_reason or self.token_ids or self.scores)
-
 
 class Pieces:
     """The pieces of one request's completions, as they arrive.
@@ -98,7 +94,7 @@ class Pieces:
                     self.finish_reasons.append(piece.finish_reason)
                     if completion.finish_reason is None:
                         self.service.engine.end(self._generation, i, k)
-                if piece.has_output:
+                if piece != Piece(index):
                     yield piece
             if len(self.finish_reasons) == len(self._texts):
                 return

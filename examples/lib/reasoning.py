@@ -1,7 +1,7 @@
 """Splits an answer into its reasoning and its content."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lib.text_stream import TextStream
 from lib.tokenizer import Tokenizer
@@ -118,9 +118,11 @@ class ReasoningStream:
             is_last: no more come, so nothing is kept back.
         """
         pieces: dict[str, str] = {REASONING: "", CONTENT: ""}
-        part_of = self._splitter.part_of if self._splitter else lambda _: CONTENT
         new = () if self.is_stopped else token_ids[self.num_tokens :]
-        for part, run in itertools.groupby(new, part_of):
+        runs: Iterable[tuple[str | None, Iterable[int]]] = [(CONTENT, new)]
+        if self._splitter is not None:
+            runs = itertools.groupby(new, self._splitter.part_of)
+        for part, run in runs:
             ids = list(run)
             if part is None:
                 self.num_tokens += len(ids)

@@ -29,10 +29,16 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, service: Service, *, drain_seconds: float, on_start: Callable[[], None] = lambda: None):
-        options: dict[str, Any] = dict(loop="asyncio", http=Protocol, log_level="warning", access_log=False)
-        options |= dict(timeout_graceful_shutdown=FLUSH_SECONDS + 2)  # never reached
         app = with_request_ids(create_app(service), logs_requests=service.logs_requests)
-        super().__init__(uvicorn.Config(app, **options))
+        config = uvicorn.Config(
+            app,
+            loop="asyncio",
+            http=Protocol,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=FLUSH_SECONDS + 2,  # never reached
+        )
+        super().__init__(config)
         self.engine, self.drain_seconds, self.on_start = service.engine, drain_seconds, on_start
         self.engine.on_failure = self._exit
         self.loop: asyncio.AbstractEventLoop | None = None

@@ -18,10 +18,9 @@ CALL = {"type": "function", "id": "1", "function": {"name": "f", "arguments": '{
 TOOL = {"type": "function", "function": {"name": "add", "description": "d", "parameters": {"type": "object"}}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "P", "strict": True, "schema": {"type": "object"}}}
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
-# Recorded from lm-eval 0.4.13, guidellm 0.8.1, litellm, langchain-openai 1.7, instructor 1.17, llama-index and ai 6.0;
+# Recorded from guidellm 0.8.1, litellm, langchain-openai 1.7, instructor 1.17, llama-index and ai 6.0;
 # only the texts are shorter. A chat without messages has those of `chat_body`.
 ANSWERED = {
-    "lm-eval, chat": dict(max_tokens=8, temperature=0, stop=["\n\n"], seed=1234),
     "guidellm, chat": dict(
         messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
         stream=True,
@@ -84,7 +83,6 @@ ANSWERED = {
         stream=True,
         stream_options={"include_usage": True},
     ),
-    "ai, completions": dict(max_tokens=8, prompt="user:\nThe sea\n\nassistant:\n", stop=["\nuser:"]),
 }
 REFUSED = {
     "langchain, tools": (CHAT, dict(tools=[TOOL]), 'tools is supported only with tool_choice "none"'),

@@ -1,4 +1,4 @@
-"""A Llama, Mistral, Qwen, Gemma, gpt-oss or DeepSeek behind an OpenAI-compatible HTTP server, on a `jaxpaged.Engine`.
+"""A Llama, Mistral, Qwen, Gemma, gpt-oss or DeepSeek as an OpenAI-compatible HTTP server, on a `jaxpaged.Engine`.
 
     python examples/serve.py --port 8000
     curl localhost:8000/v1/chat/completions -H "Content-Type: application/json" -d '
@@ -15,7 +15,7 @@ import os
 import secrets
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxpaged import CacheCapacity, EngineOptions, cache_capacity, layer_groups
 from lib.adapters import adapt, read_adapter, replace_adapter
@@ -40,8 +40,38 @@ if TYPE_CHECKING:  # the extra "serve" is imported where it is used, so that --h
     from lib.service import Service
 
 API_KEY = "JAXPAGED_API_KEY"  # the environment variable
-MOST_TOKENS = 2048  # in a request, by default
-MOST_LOGPROBS = 5  # by default; OpenAI's API allows 5 in completions, and 20 in chats
+# Each a positive number: its default and its meaning.
+NUMBERS: dict[str, tuple[int | None, str]] = {
+    "--max-num-seqs": (16, "completions that run at once"),
+    "--max-model-len": (2048, "most tokens of a request, prompt and answer; at most the model's context"),
+    "--chunk-tokens": (64, "most prompt tokens in a step; 256 to 512 suits a large model on a GPU"),
+    "--steps-per-slice": (None, "steps between two pieces of a stream; default: the engine's own"),
+    "--runtime-adapters": (
+        0,
+        "how many more adapters /v1/load_lora_adapter may load while the server runs, from any folder that it can "
+        "read; default: none, and the path does not exist",
+    ),
+    "--max-adapter-rank": (16, "with --runtime-adapters: their largest rank"),
+    "--num-speculative-tokens": (
+        0,
+        "most tokens of a completion to guess in a step, from what it repeats; default: none",
+    ),
+    # OpenAI's API allows 5 in completions, and 20 in chats.
+    "--max-logprobs": (5, "the most likely tokens that a request may ask for with each of its tokens"),
+    "--host-cache-mb": (
+        None,
+        "with --prefix-cache: host memory for what the pool has no room for, in 10^6 bytes; default: none",
+    ),
+    "--max-queue": (128, "completions that may wait for others to end"),
+    "--max-body-bytes": (2**20, "larger bodies are refused"),
+    "--drain-seconds": (30, "time for requests under way after SIGTERM or Ctrl-C"),
+}
+FLAGS = {
+    "--prefix-cache": "let requests share the blocks of equal beginnings",
+    "--reasoning-in-content": "leave the reasoning of a chat's answer in its content, instead of in reasoning_content",
+    "--log-requests": "print a line for each POST request",
+    "--enable-tokenizer-info-endpoint": "answer /tokenizer_info, for clients that count tokens, such as lm-eval",
+}
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -53,41 +83,18 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help=f"the key that clients must send; default: ${API_KEY}, which other users of the machine cannot see",
     )
     parser.add_argument(
-        "--max-num-seqs",
-        type=positive,
-        default=16,
-        metavar="N",
-        help="completions that run at once; default: %(default)s",
+        "--allowed-origins",
+        nargs="+",
+        default=[],
+        metavar="ORIGIN",
+        help="let the scripts of web pages from there send requests; '*': from anywhere; default: none",
     )
     parser.add_argument(
-        "--max-model-len",
-        type=positive,
-        default=MOST_TOKENS,
-        metavar="N",
-        help="most tokens of a request, prompt and answer; default: %(default)s, or the model's context if smaller",
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="names of the model in requests; answers have the first; default: the file's or folder's name",
     )
-    pool = parser.add_mutually_exclusive_group()
-    pool.add_argument(
-        "--num-blocks",
-        type=positive,
-        help="blocks in the pool; default: what --max-num-seqs completions need at --max-model-len",
-    )
-    pool.add_argument("--cache-mb", type=positive, metavar="N", help="memory of the pool, all layers, in 10^6 bytes")
-    parser.add_argument(
-        "--chunk-tokens",
-        type=positive,
-        default=64,
-        metavar="N",
-        help="most prompt tokens in a step; 256 to 512 suits a large model on a GPU; default: %(default)s",
-    )
-    parser.add_argument(
-        "--steps-per-slice",
-        type=positive,
-        metavar="N",
-        help="steps between two pieces of a stream; default: the engine's own",
-    )
-    add_tensor_parallel(parser)
-    add_generation_config(parser)
     parser.add_argument(
         "--adapter",
         action="append",
@@ -96,87 +103,20 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         metavar="NAME=FOLDER",
         help="an adapter (LoRA) in PEFT's form, which requests name as their model; may be given several times",
     )
-    parser.add_argument(
-        "--runtime-adapters",
+    add_tensor_parallel(parser)
+    add_generation_config(parser)
+    pool = parser.add_mutually_exclusive_group()
+    pool.add_argument(
+        "--num-blocks",
         type=positive,
-        default=0,
-        metavar="N",
-        help="how many more adapters /v1/load_lora_adapter may load while the server runs, from any folder that it can "
-        "read; default: none, and the path does not exist",
+        help="blocks in the pool; default: what --max-num-seqs completions need at --max-model-len",
     )
-    parser.add_argument(
-        "--max-adapter-rank",
-        type=positive,
-        default=16,
-        metavar="N",
-        help="with --runtime-adapters: their largest rank; default: %(default)s",
-    )
-    parser.add_argument(
-        "--num-speculative-tokens",
-        type=positive,
-        default=0,
-        metavar="N",
-        help="most tokens of a completion to guess in a step, from what it repeats; default: none",
-    )
-    parser.add_argument(
-        "--max-logprobs",
-        type=positive,
-        default=MOST_LOGPROBS,
-        metavar="N",
-        help="the most likely tokens that a request may ask for beside each of its tokens; default: %(default)s",
-    )
-    parser.add_argument(
-        "--served-model-name",
-        nargs="+",
-        metavar="NAME",
-        help="what requests may name as their model; answers have the first; default: the file's or folder's name",
-    )
-    parser.add_argument(
-        "--allowed-origins",
-        nargs="+",
-        default=[],
-        metavar="ORIGIN",
-        help="let the scripts of web pages from there send requests; '*': from anywhere; default: none",
-    )
-    parser.add_argument(
-        "--reasoning-in-content",
-        action="store_true",
-        help="leave the reasoning of a chat's answer in its content, instead of in reasoning_content",
-    )
-    parser.add_argument("--log-requests", action="store_true", help="print a line for each POST request")
-    parser.add_argument(
-        "--enable-tokenizer-info-endpoint",
-        action="store_true",
-        help="answer /tokenizer_info, for clients that count tokens, such as lm-eval",
-    )
-    parser.add_argument("--prefix-cache", action="store_true", help="let requests share the blocks of equal beginnings")
-    parser.add_argument(
-        "--host-cache-mb",
-        type=positive,
-        metavar="N",
-        help="with --prefix-cache: host memory for what the pool has no room for, in 10^6 bytes; default: none",
-    )
-    parser.add_argument(
-        "--max-queue",
-        type=positive,
-        default=128,
-        metavar="N",
-        help="completions that may wait for others to end; default: %(default)s",
-    )
-    parser.add_argument(
-        "--max-body-bytes",
-        type=positive,
-        default=2**20,
-        metavar="N",
-        help="larger bodies are refused; default: %(default)s",
-    )
-    parser.add_argument(
-        "--drain-seconds",
-        type=positive,
-        default=30,
-        metavar="N",
-        help="time for requests under way after SIGTERM or Ctrl-C; default: %(default)s",
-    )
+    pool.add_argument("--cache-mb", type=positive, metavar="N", help="memory of the pool, all layers, in 10^6 bytes")
+    for name, (default, meaning) in NUMBERS.items():
+        meaning += "; default: %(default)s" if default else ""
+        parser.add_argument(name, type=positive, default=default, metavar="N", help=meaning)
+    for name, meaning in FLAGS.items():
+        parser.add_argument(name, action="store_true", help=meaning)
     args = parser.parse_args(arguments)
     args.api_key = args.api_key or os.environ.get(API_KEY) or None
     return args
@@ -191,16 +131,16 @@ def named_folder(text: str) -> tuple[str, Path]:
 
 def model_name(path: Path) -> str:
     if not path.exists():
-        return str(path)  # of the hub
+        return str(path)  # a name on the hub
     return path.stem if path.is_file() else path.resolve().name
 
 
 def find_capacity(config: LlamaConfig, args: argparse.Namespace) -> CacheCapacity:
-    """What fits into --cache-mb. Raises `RequestError`."""
+    """The pool that fits into --cache-mb. Raises `RequestError`."""
     # Fewer than devices are repeated. The latent counts once: each device holds all of it.
     kv_heads = 1 if config.latent is not None else max(config.num_kv_heads, args.tensor_parallel)
     try:
-        return cache_capacity(
+        capacity = cache_capacity(
             args.cache_mb * 10**6,
             [min(args.max_model_len, config.context)],
             num_layers=config.num_layers,
@@ -211,6 +151,11 @@ def find_capacity(config: LlamaConfig, args: argparse.Namespace) -> CacheCapacit
         )
     except ValueError as error:
         raise RequestError(f"--cache-mb {args.cache_mb} is too small: {error}") from error
+    say(
+        f"The cache takes {capacity.num_bytes / 1e6:,.1f} MB: {capacity.num_blocks:,} blocks for "
+        f"{capacity.num_tokens:,} tokens, or {capacity.num_seqs:,} of the longest requests."
+    )
+    return capacity
 
 
 def find_max_model_len(config: LlamaConfig, args: argparse.Namespace, num_blocks: int | None) -> int:
@@ -229,8 +174,21 @@ def find_max_model_len(config: LlamaConfig, args: argparse.Namespace, num_blocks
     return max_model_len
 
 
+def check_arguments(args: argparse.Namespace, config: LlamaConfig, served_names: list[str]) -> None:
+    """Raises `RequestError` if options do not go together."""
+    names = [*served_names, *(name for name, _ in args.adapter)]
+    if len(set(names)) < len(names):
+        raise RequestError(f"Each --adapter and --served-model-name needs a name of its own; got {', '.join(names)}.")
+    if (args.adapter or args.runtime_adapters) and args.tensor_parallel > 1:
+        raise RequestError("Adapters are for one device; leave --tensor-parallel out.")
+    if args.host_cache_mb and not args.prefix_cache:
+        raise RequestError("--host-cache-mb keeps cached beginnings: pass --prefix-cache too.")
+    if args.host_cache_mb and set(layer_windows(config)) != {None}:
+        raise RequestError("--host-cache-mb is not for models with windows; leave it out.")
+
+
 def create_service(args: argparse.Namespace) -> "Service":
-    """Loads the model and compiles the engine. Raises `CheckpointError`."""
+    """Loads the model and compiles the engine. Raises `CheckpointError` and `RequestError`."""
     from lib.adapter_slots import AdapterSlots
     from lib.openai_forms import MOST_STOP_IDS
     from lib.service import Service
@@ -238,31 +196,16 @@ def create_service(args: argparse.Namespace) -> "Service":
     path = args.model or default_path()
     checkpoint = read_checkpoint(path)
     served_names = args.served_model_name or [model_name(path)]
-    names = [*served_names, *(name for name, _ in args.adapter)]
-    if len(set(names)) < len(names):
-        raise RequestError(f"Each --adapter and --served-model-name needs a name of its own; got {', '.join(names)}.")
-    num_adapters = len(args.adapter) + args.runtime_adapters
-    if num_adapters and args.tensor_parallel > 1:
-        raise RequestError("Adapters are for one device; leave --tensor-parallel out.")
-    if args.host_cache_mb and not args.prefix_cache:
-        raise RequestError("--host-cache-mb keeps cached beginnings: pass --prefix-cache too.")
-    if args.host_cache_mb and set(layer_windows(checkpoint.config)) != {None}:
-        raise RequestError("--host-cache-mb is not for models with windows; leave it out.")
-    num_blocks = args.num_blocks
-    if args.cache_mb is not None:
-        capacity = find_capacity(checkpoint.config, args)
-        num_blocks = capacity.num_blocks
-        say(
-            f"The cache takes {capacity.num_bytes / 1e6:,.1f} MB: {num_blocks:,} blocks for "
-            f"{capacity.num_tokens:,} tokens, or {capacity.num_seqs:,} of the longest requests."
-        )
+    check_arguments(args, checkpoint.config, served_names)
+    num_blocks = args.num_blocks if args.cache_mb is None else find_capacity(checkpoint.config, args).num_blocks
     max_model_len = find_max_model_len(checkpoint.config, args, num_blocks)
     load = functools.partial(load_model, checkpoint, args.dtype)
     model, config, mesh = spread(load, checkpoint.config, args.tensor_parallel)
+    num_adapters = len(args.adapter) + args.runtime_adapters
     if num_adapters:
         factors = [read_adapter(folder) for _, folder in args.adapter]
-        empty: dict[str, Any] = dict(num_empty=args.runtime_adapters, most_rank=args.max_adapter_rank)
-        adapt(model, config, factors, args.dtype, **empty if args.runtime_adapters else {})
+        most_rank = args.runtime_adapters and args.max_adapter_rank
+        adapt(model, config, factors, args.dtype, num_empty=args.runtime_adapters, most_rank=most_rank)
     options = EngineOptions(
         max_num_seqs=args.max_num_seqs,
         max_model_len=max_model_len,

@@ -17,16 +17,25 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 import jaxpaged
-from lib import completions, model_routes
+from lib import model_routes
 from lib.api_error import ApiError
+from lib.completions import complete
 from lib.engine_metrics import report_work
 from lib.engine_thread import DrainingError, EngineFailedError, QueueFullError
+from lib.fields import FieldError, MissingFieldError
 from lib.middleware import REQUEST_ID_HEADER
 from lib.service import RETRY_SECONDS, Service
 
 PAGE = Path(__file__).with_name("serve_page.html")
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
+REFUSALS: dict[type[Exception], ApiError] = {
+    QueueFullError: ApiError(
+        429, "Too many requests are under way; try again soon.", code="queue_full", retry_after=RETRY_SECONDS
+    ),
+    DrainingError: ApiError(503, "The server is shutting down.", code="draining", retry_after=RETRY_SECONDS),
+    EngineFailedError: ApiError(500, "The engine failed."),
+}
 Handler = Callable[[Service, Request], Awaitable[Response]]
 
 
@@ -35,8 +44,8 @@ def create_app(service: Service) -> Starlette:
         return Route(path, functools.partial(handler, service), methods=[method])
 
     routes = [
-        route("/v1/completions", completions.complete, "POST"),
-        route("/v1/chat/completions", completions.chat, "POST"),
+        route("/v1/completions", functools.partial(complete, is_chat=False), "POST"),
+        route("/v1/chat/completions", functools.partial(complete, is_chat=True), "POST"),
         route("/v1/models", model_routes.list_models),
         route("/v1/models/{model:path}", model_routes.show_model),
         route("/tokenize", model_routes.tokenize, "POST"),
@@ -52,13 +61,9 @@ def create_app(service: Service) -> Starlette:
     if service.has_tokenizer_info:
         routes.append(route("/tokenizer_info", model_routes.tokenizer_info))
     handlers: dict[Any, Any] = {
-        ApiError: refuse,
-        QueueFullError: refuse_for_now,
-        DrainingError: refuse_for_now,
         ClientDisconnect: lambda request, error: Response(status_code=499),  # never read
         HTTPException: refuse_path,
-        EngineFailedError: lambda request, error: refuse(request, ApiError(500, str(error))),
-        Exception: lambda request, error: refuse(request, ApiError(500, "The server failed.")),
+        **dict.fromkeys((ApiError, FieldError, MissingFieldError, *REFUSALS, Exception), refuse),
     }
 
     @contextlib.asynccontextmanager
@@ -94,7 +99,13 @@ async def page(service: Service, request: Request) -> Response:
     return HTMLResponse(PAGE.read_text(), headers={"Content-Security-Policy": PAGE_POLICY})
 
 
-def refuse(request: Request, error: ApiError) -> Response:
+def refuse(request: Request, error: Exception) -> Response:
+    if isinstance(error, FieldError):
+        error = ApiError(400, f"{str(error).rstrip('.')}.", param=error.path)
+    elif isinstance(error, MissingFieldError):
+        error = ApiError(400, f"The field {error} is missing.", param=error.path)
+    elif not isinstance(error, ApiError):
+        error = REFUSALS.get(type(error), ApiError(500, "The server failed."))
     return JSONResponse(error.body(), error.status, headers=error.headers)
 
 
@@ -102,12 +113,4 @@ def refuse_path(request: Request, error: HTTPException) -> Response:
     message = f"{error.detail}."
     if error.status_code == 404 and request.url.path.startswith("/v1/"):
         message += f" There are /v1/chat/completions and /v1/completions here, and no {request.url.path[:60]!r}."
-    body = ApiError(error.status_code, message).body()
-    return JSONResponse(body, error.status_code, headers=error.headers)
-
-
-def refuse_for_now(request: Request, error: Exception) -> Response:
-    if isinstance(error, QueueFullError):
-        message = "Too many requests are under way; try again soon."
-        return refuse(request, ApiError(429, message, code="queue_full", retry_after=RETRY_SECONDS))
-    return refuse(request, ApiError(503, "The server is shutting down.", code="draining", retry_after=RETRY_SECONDS))
+    return JSONResponse(ApiError(error.status_code, message).body(), error.status_code, headers=error.headers)

@@ -1,4 +1,4 @@
-"""What the command lines of the examples share: the model, the prompts, sampling, messages, exit codes."""
+"""The command lines of the examples: the model, the prompts, sampling, messages, exit codes."""
 
 import argparse
 import contextlib
@@ -25,7 +25,7 @@ MOST_TEXT_BYTES = 2**28  # a larger file of prompts is a mistake, or /dev/zero
 
 
 class RequestError(Exception):
-    """The command line asks for something impossible; the message is one sentence for the user."""
+    """The command line is impossible; the message is one sentence for the user."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +237,7 @@ def say(text: str) -> None:
 
 
 def dtype_name(text: str) -> str:
-    """The default is bfloat16 on a GPU, because the kernels take it, and float32, which is faster, on a CPU.
+    """The default is bfloat16 on a GPU, which the kernels need, and float32, which is faster, on a CPU.
 
     Raises `RequestError`.
     """
@@ -283,7 +283,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 
 
 def exit_code(main: Callable[..., int | None], *arguments: Any) -> int | str | None:
-    """What `main` returns; or 2, with one sentence on stderr, if it refuses the request."""
+    """The result of `main`; or 2, with one sentence on stderr, if it refuses the request."""
     try:
         return main(*arguments)
     except (RequestError, CheckpointError, ChatTemplateError, RendererBusyError, PoolError, DevicesError) as error:

@@ -16,37 +16,19 @@ from lib.api_error import ApiError
 from lib.chat_template import ChatTemplateError, RendererBusyError
 from lib.engine_thread import EngineFailedError
 from lib.middleware import DETAILS, REQUEST_ID
-from lib.openai_answers import Answer, Piece, event, make_usage
-from lib.openai_forms import USUAL_TOKENS, Ask, read_ask
-from lib.openai_messages import Conversation
+from lib.openai_answers import Answer, event
+from lib.openai_forms import USUAL_TOKENS, Ask
 from lib.pieces import Pieces
 from lib.service import RETRY_SECONDS, Service
 
 COMMENT = "jaxpaged.comment"  # in the scope of a stream: bytes between its chunks that clients skip
 
 
-async def complete(service: Service, request: Request) -> Response:
-    return await answer_to(service, request, is_chat=False)
-
-
-async def chat(service: Service, request: Request) -> Response:
-    return await answer_to(service, request, is_chat=True)
-
-
-async def answer_to(service: Service, request: Request, *, is_chat: bool) -> Response:
+async def complete(service: Service, request: Request, *, is_chat: bool) -> Response:
     begin = time.perf_counter()
-    body = await service.read_body(request)
-    ask = read_ask(
-        body,
-        names=service.names,
-        is_chat=is_chat,
-        vocab_size=service.checkpoint.config.vocab_size,
-        max_logprobs=service.max_logprobs,
-        defaults=service.sampling_defaults,
-    )
-    num_completions = max(1, len(ask.prompts)) * ask.params.n
-    if num_completions > service.engine.most_completions:
-        most = service.engine.most_completions
+    ask = Ask(await service.read_fields(request), service, is_chat=is_chat)
+    num_completions, most = max(1, len(ask.prompts)) * ask.params.n, service.engine.most_completions
+    if num_completions > most:
         raise ApiError(400, f"A request has at most {most} completions here; got {num_completions}.", param="n")
     with contextlib.ExitStack() as ending:
         ending.enter_context(service.adapters.using(ask.params.adapter))
@@ -55,16 +37,14 @@ async def answer_to(service: Service, request: Request, *, is_chat: bool) -> Res
         prompts = await unless_gone(request, asyncio.to_thread(encode, service, ask))
         eos_ids = () if ask.ignores_eos else service.checkpoint.tokenizer.eos_ids
         params = dataclasses.replace(ask.params, stop_token_ids=tuple({*eos_ids, *ask.params.stop_token_ids}))
-        limits = [max(num_new(service, ask, prompt), 1) for prompt in prompts]
-        requests = [(p, dataclasses.replace(params, max_tokens=m)) for p, m in zip(prompts, limits, strict=True)]
+        requests = [(p, dataclasses.replace(params, max_tokens=num_new(service, ask, p))) for p in prompts]
         service.engine.start(generation, requests)
-        usage = make_usage(sum(map(len, prompts)))
-        pieces = Pieces(service, ask, generation, usage, begin)
-        request.scope[DETAILS] = functools.partial(describe, ask, pieces)
-        answer = Answer(ask, prompts, usage, service.token_forms, request.scope[REQUEST_ID])
+        pieces = Pieces(service, ask, generation, begin)
+        request.scope[DETAILS] = pieces.describe
+        answer = Answer(pieces, request.scope[REQUEST_ID])
         if not ask.is_streamed:
-            return JSONResponse(await unless_gone(request, answer.whole(aiter(pieces))))
-        return EventStream(events(answer, aiter(pieces)), on_end=ending.pop_all().close)
+            return JSONResponse(await unless_gone(request, answer.whole()))
+        return EventStream(events(answer), on_end=ending.pop_all().close)
 
 
 def encode(service: Service, ask: Ask) -> list[list[int]]:
@@ -75,17 +55,14 @@ def encode(service: Service, ask: Ask) -> list[list[int]]:
     return [encode_text(prompt) if isinstance(prompt, str) else prompt for prompt in ask.prompts]
 
 
-def encode_conversation(service: Service, conversation: Conversation) -> list[int]:
+def encode_conversation(service: Service, conversation: dict[str, Any]) -> list[int]:
     """Raises `ApiError`."""
     tokenizer = service.checkpoint.tokenizer
     if tokenizer.chat_template is None:
         raise ApiError(400, "This model has no chat template; use /v1/completions.")
-    options = {field.name: getattr(conversation, field.name) for field in dataclasses.fields(conversation)}
-    messages = options.pop("messages")
+    options = conversation | {"allow_control_tokens": service.allow_control_tokens}
     try:
-        (tokens,) = tokenizer.encode_conversations(
-            [messages], allow_control_tokens=service.allow_control_tokens, **options
-        )
+        (tokens,) = tokenizer.encode_conversations([options.pop("messages")], **options)
     except ChatTemplateError as error:
         raise ApiError(400, str(error), param="messages") from error
     except RendererBusyError as error:
@@ -94,27 +71,17 @@ def encode_conversation(service: Service, conversation: Conversation) -> list[in
 
 
 def num_new(service: Service, ask: Ask, prompt: list[int]) -> int:
-    """The most new tokens of a prompt."""
+    """The most new tokens of a prompt; at least one, which the engine makes for an echo too. Raises `ApiError`."""
     if not prompt:
         raise ApiError(400, "The prompt holds no token.", param="prompt")
-    room = service.max_model_len - len(prompt)
+    most, name = service.max_model_len, "messages" if ask.is_chat else "prompt"
+    room = most - len(prompt)
     usual = room if ask.is_chat else min(room, USUAL_TOKENS)
-    name = "messages" if ask.is_chat else "prompt"
-    num_new = usual if ask.max_tokens is None else ask.max_tokens
-    if room < max(num_new, 1):
-        message = f"The prompt has {len(prompt)} tokens and asks for {max(num_new, 1)} more; a request has at most "
-        raise ApiError(
-            400, f"{message}{service.max_model_len} together here.", param=name, code="context_length_exceeded"
-        )
+    num_new = max(usual if ask.max_tokens is None else ask.max_tokens, 1)
+    if num_new > room:
+        message = f"The prompt has {len(prompt)} tokens and asks for {num_new} more; a request has at most {most} "
+        raise ApiError(400, f"{message}together here.", param=name, code="context_length_exceeded")
     return num_new
-
-
-def describe(ask: Ask, pieces: Pieces) -> str:
-    """For the log."""
-    usage, ends = pieces.usage, ", ".join(pieces.finish_reasons) or "not finished"
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    prompt = f"{usage['prompt_tokens']} prompt tokens, {cached} of them cached"
-    return f", {ask.model}, {prompt}, {usage['completion_tokens']} new tokens, {ends}"
 
 
 class EventStream(StreamingResponse):
@@ -132,9 +99,9 @@ class EventStream(StreamingResponse):
             self._on_end()
 
 
-async def events(answer: Answer, pieces: AsyncIterator[Piece]) -> AsyncIterator[str]:
+async def events(answer: Answer) -> AsyncIterator[str]:
     try:
-        async for chunk in answer.chunks(pieces):
+        async for chunk in answer.chunks():
             yield event(chunk)
     except EngineFailedError as error:
         yield event(ApiError(500, str(error)).body())

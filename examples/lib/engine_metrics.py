@@ -29,12 +29,12 @@ REQUEST_BUCKETS = (
 prometheus_client.disable_created_metrics()  # a series more for each histogram
 
 
-class Metrics:
+class Metrics(Collector):
     """Counts as they are when they are read, and histograms that `CompletionTimes` fills."""
 
     def __init__(self, engine: EngineThread, model: str):
-        self._registry = prometheus_client.CollectorRegistry()
-        self._registry.register(EngineCounts(engine))
+        self._engine, self._registry = engine, prometheus_client.CollectorRegistry()
+        self._registry.register(self)
         times = {
             "time_to_first_token_seconds": ("From a request to its first token.", FIRST_TOKEN_BUCKETS),
             "inter_token_latency_seconds": ("Between tokens; those that came together share the time.", TOKEN_BUCKETS),
@@ -50,34 +50,6 @@ class Metrics:
 
     def text(self) -> bytes:
         return prometheus_client.generate_latest(self._registry)
-
-
-class CompletionTimes:
-    """Fills the histograms with the times of one completion."""
-
-    def __init__(self, metrics: Metrics, begin: float):
-        self._metrics, self._begin = metrics, begin
-        self._num_tokens, self._first, self._last = 0, 0.0, 0.0
-
-    def add(self, num_tokens: int) -> None:
-        """So many new tokens are there."""
-        now = time.perf_counter()
-        if self._num_tokens == 0:
-            self._metrics.first_token.observe(now - self._begin)
-            self._first = now
-        else:
-            self._metrics.between_tokens.observe((now - self._last) / num_tokens)
-        self._num_tokens, self._last = self._num_tokens + num_tokens, now
-
-    def end(self) -> None:
-        if self._num_tokens > 1:
-            self._metrics.per_token.observe((self._last - self._first) / (self._num_tokens - 1))
-        self._metrics.whole.observe(time.perf_counter() - self._begin)
-
-
-class EngineCounts(Collector):
-    def __init__(self, engine: EngineThread):
-        self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
         engine, stats = self._engine, self._engine.stats
@@ -108,6 +80,29 @@ class EngineCounts(Collector):
         for reason in ("stop", "length", "abort"):
             finished.add_metric([reason], engine.finished[reason])
         yield finished
+
+
+class CompletionTimes:
+    """Fills the histograms with the times of one completion."""
+
+    def __init__(self, metrics: Metrics, begin: float):
+        self._metrics, self._begin = metrics, begin
+        self._num_tokens, self._first, self._last = 0, 0.0, 0.0
+
+    def add(self, num_tokens: int) -> None:
+        """So many new tokens are there."""
+        now = time.perf_counter()
+        if self._num_tokens == 0:
+            self._metrics.first_token.observe(now - self._begin)
+            self._first = now
+        else:
+            self._metrics.between_tokens.observe((now - self._last) / num_tokens)
+        self._num_tokens, self._last = self._num_tokens + num_tokens, now
+
+    def end(self) -> None:
+        if self._num_tokens > 1:
+            self._metrics.per_token.observe((self._last - self._first) / (self._num_tokens - 1))
+        self._metrics.whole.observe(time.perf_counter() - self._begin)
 
 
 def num_waiting(engine: EngineThread) -> int:

@@ -21,7 +21,7 @@ from jaxpaged import Engine, EngineStats, RequestOutput, SamplingParams
 
 Request = tuple[list[int], SamplingParams]
 
-LOOP_SHARE = 0.15  # of the time: if the event loop works for more of it, outputs wait
+LOOP_SHARE = 0.15  # a share of the time: if the event loop works for more of it, outputs wait
 MOST_HELD_SECONDS = 0.2  # but no longer than this
 
 
@@ -30,11 +30,11 @@ class QueueFullError(Exception):
 
 
 class DrainingError(Exception):
-    """No more requests are taken."""
+    """No more requests are accepted."""
 
 
 class EngineFailedError(Exception):
-    """The engine raised, and takes no more requests."""
+    """The engine raised, and accepts no more requests."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -42,7 +42,6 @@ class Generation:
     """Requests that one client made together.
 
     Attributes:
-        num_completions: of all requests together.
         unfinished: how many completions of each request the engine has not finished; one number for all before `start`.
         requests: prompts and parameters; empty before `start`.
         unread: each request's latest output that `outputs` has not read. A slow reader holds one output, not all.
@@ -52,7 +51,6 @@ class Generation:
         request_ids: the engine's ids; only for its thread.
     """
 
-    num_completions: int
     unfinished: list[int]
     requests: list[Request] = dataclasses.field(default_factory=list)
     unread: dict[int, RequestOutput] = dataclasses.field(default_factory=dict)
@@ -92,7 +90,7 @@ class Generation:
 class EngineThread:
     """Runs an engine in its own thread while the event loop that entered `running()` goes on.
 
-    `_run`, `_add`, `_abort`, `_abort_one` and the function of `call` run in the thread; everything else runs in the
+    `_run`, `_add`, `_abort` and the messages of the inbox run in the thread; everything else runs in the
     event loop.
 
     Attributes:
@@ -117,7 +115,7 @@ class EngineThread:
         self._open: dict[Generation, None] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: the end
+        self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # None: the end
         self._askers: dict[int, tuple[Generation, int]] = {}  # by the engine's request id; only for the thread
         self._held: dict[tuple[Generation, int], RequestOutput] = {}  # outputs to be put
         self._timer: asyncio.TimerHandle | None = None  # when they will be
@@ -125,7 +123,7 @@ class EngineThread:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         self._loop = asyncio.get_running_loop()
-        # Of the event loop, at the last delivery.
+        # The event loop's work and the time, at the last delivery.
         self._worked, self._since = time.thread_time(), time.monotonic()
         self._engine.on_slice_end = functools.partial(self._inbox.put, lambda: None)  # wakes the thread
         with ThreadPoolExecutor(1, thread_name_prefix="engine") as threads:
@@ -147,14 +145,14 @@ class EngineThread:
 
         Raises:
             QueueFullError: too many completions are under way.
-            DrainingError: no more requests are taken.
+            DrainingError: no more requests are accepted.
         """
         if self.is_draining:
             raise DrainingError
         if self.num_open + num_completions > self.most_completions:
             self.num_refused += 1
             raise QueueFullError
-        generation = Generation(num_completions, [num_completions])
+        generation = Generation([num_completions])
         self._open[generation] = None
         self._idle.clear()
         return generation
@@ -179,13 +177,13 @@ class EngineThread:
 
     def end(self, generation: Generation, index: int, completion: int) -> None:
         """Ends one completion of the request with this index; the others go on."""
-        self._inbox.put(functools.partial(self._abort_one, generation, index, completion))
+        self._inbox.put(lambda: self._engine.abort(generation.request_ids[index], completion))
 
     async def call[Result](self, function: Callable[[Engine], Result]) -> Result:
-        """What the function returns, which runs in the thread between two steps.
+        """Runs the function in the thread between two steps, and returns its result.
 
         Raises:
-            DrainingError: no more requests are taken.
+            DrainingError: no more requests are accepted.
         """
         if self.is_draining:
             raise DrainingError
@@ -199,7 +197,7 @@ class EngineThread:
         return await asyncio.wrap_future(result)
 
     async def drain(self, seconds: float) -> None:
-        """Takes no more requests and waits until none is left. After `seconds`, the rest is aborted."""
+        """Accepts no more requests and waits until none is left. After `seconds`, the rest is aborted."""
         self.is_draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
@@ -287,6 +285,3 @@ class EngineThread:
     def _abort(self, generation: Generation) -> None:
         for request_id in generation.request_ids:
             self._engine.abort(request_id)
-
-    def _abort_one(self, generation: Generation, index: int, completion: int) -> None:
-        self._engine.abort(generation.request_ids[index], completion)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +37,19 @@ class Fields:
     Attributes:
         values: the object.
         within: where the object is: what the paths of its fields begin with, such as "messages[0].".
+        read: the names of the fields that were read.
     """
 
     values: dict[str, Any]
     within: str = ""
+    read: set[str] = dataclasses.field(default_factory=set, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, dict):
             raise FieldError(f"expected a JSON object; got {short(self.values)}", self.within.rstrip("."))
 
     def get(self, name: str, default: Any = REQUIRED) -> Any:
+        self.read.add(name)
         value = self.values.get(name)
         if value is None and default is REQUIRED:
             raise MissingFieldError(name, self.within + name)
@@ -73,6 +78,14 @@ class Fields:
         if not isinstance(value, str):
             raise self.error(name, f"must be a text; got {short(value)}")
         return value
+
+    def items(self, name: str, is_item: Callable[[Any], bool], clause: str, most: float = math.inf) -> list[Any]:
+        """A list of at most `most` items, by default empty; a text is a list of one."""
+        value = self.get(name, [])
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list) or len(items) > most or not all(map(is_item, items)):
+            raise self.error(name, clause)
+        return items
 
     def error(self, name: str, clause: str) -> FieldError:
         """That a field is wrong, as the clause says after the field's name."""

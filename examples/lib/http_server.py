@@ -14,10 +14,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from lib.app import create_app
 from lib.command_line import RequestError, say
 from lib.completions import COMMENT
-from lib.middleware import with_one_length, with_request_ids
+from lib.middleware import with_request_ids
 from lib.service import Service
 
-FLUSH_SECONDS = 5  # in which clients take the last of their answers
+FLUSH_SECONDS = 5  # for clients to read the last of their answers
 PROBE_SECONDS = 1
 
 
@@ -29,10 +29,16 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, service: Service, *, drain_seconds: float, on_start: Callable[[], None] = lambda: None):
-        options: dict[str, Any] = dict(loop="asyncio", http=Protocol, log_level="warning", access_log=False)
-        options |= dict(timeout_graceful_shutdown=FLUSH_SECONDS + 2)  # never reached
-        app = with_request_ids(with_one_length(create_app(service)), logs_requests=service.logs_requests)
-        super().__init__(uvicorn.Config(app, **options))
+        app = with_request_ids(create_app(service), logs_requests=service.logs_requests)
+        config = uvicorn.Config(
+            app,
+            loop="asyncio",
+            http=Protocol,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=FLUSH_SECONDS + 2,  # never reached
+        )
+        super().__init__(config)
         self.engine, self.drain_seconds, self.on_start = service.engine, drain_seconds, on_start
         self.engine.on_failure = self._exit
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -64,7 +70,7 @@ class Server(uvicorn.Server):
             await self.lifespan.shutdown()
 
     async def _drop_connections(self) -> None:
-        """Drops clients that do not take their answer or never finish their request.
+        """Drops clients that do not read their answer or never finish their request.
 
         Their tasks then end as for any client that leaves; each task that uvicorn cancels would log a traceback.
         """
@@ -86,7 +92,7 @@ class Protocol(H11Protocol):
     """Answers a client that has closed only its sending side, as `nc -N` does.
 
     A client that has left looks the same until something is sent to it. So it is sent what clients skip, over and over:
-    `100 Continue` before an answer, comments in a stream of events. If nobody holds the connection any more, it fails.
+    `100 Continue` before an answer, comments in a stream of events. If the client has closed the connection, it fails.
     """
 
     def eof_received(self) -> bool | None:  # type: ignore[override] # asyncio asks whether to keep it open

@@ -14,20 +14,9 @@ REQUEST_ID = "jaxpaged.request_id"  # in the scope of a request
 DETAILS = "jaxpaged.details"  # in the scope: a function that returns more for the log
 REQUEST_ID_HEADER = "x-request-id"
 MOST_ID_CHARACTERS = 128
-
-
-def with_one_length(app: ASGIApp) -> ASGIApp:
-    """The application, but a request whose body has two lengths is refused: a proxy may have read the other one."""
-
-    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-        names = {name for name, _ in scope.get("headers", ())}
-        if {b"content-length", b"transfer-encoding"} <= names:
-            error = ApiError(400, "A request has Content-Length or Transfer-Encoding, not both.")
-            await JSONResponse(error.body(), error.status, headers={"Connection": "close"})(scope, receive, send)
-        else:
-            await app(scope, receive, send)
-
-    return checked
+TWO_LENGTHS = JSONResponse(
+    ApiError(400, "A request has Content-Length or Transfer-Encoding, not both.").body(), 400, {"Connection": "close"}
+)
 
 
 def with_request_ids(app: ASGIApp, *, logs_requests: bool) -> ASGIApp:
@@ -37,7 +26,8 @@ def with_request_ids(app: ASGIApp, *, logs_requests: bool) -> ASGIApp:
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
-        request_id = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+        headers = Headers(scope=scope)
+        request_id = headers.get(REQUEST_ID_HEADER, "")
         if not (request_id.isascii() and request_id.isprintable() and 0 < len(request_id) <= MOST_ID_CHARACTERS):
             request_id = uuid.uuid4().hex
         scope[REQUEST_ID] = request_id
@@ -50,8 +40,10 @@ def with_request_ids(app: ASGIApp, *, logs_requests: bool) -> ASGIApp:
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
             await send(message)
 
+        # A proxy may have read the other length.
+        answer = TWO_LENGTHS if {"content-length", "transfer-encoding"} <= set(headers) else app
         try:
-            await app(scope, receive, send_with_id)
+            await answer(scope, receive, send_with_id)
         finally:
             if logs_requests and scope["method"] == "POST":
                 details = scope[DETAILS]() if DETAILS in scope else ""

@@ -1,6 +1,8 @@
 """The routes about the model: its names, its tokenizer, its adapters."""
 
 import asyncio
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,8 @@ from lib.adapters import read_adapter
 from lib.api_error import ApiError
 from lib.checkpoint import CheckpointError
 from lib.completions import encode_conversation
-from lib.fields import Fields
-from lib.openai_fields import READ_IN_MESSAGES, refuse_others
-from lib.openai_forms import check_ids, read_form, read_model
+from lib.openai_fields import refuse_unread
+from lib.openai_forms import check_ids, read_model
 from lib.openai_messages import check_unicode, read_conversation
 from lib.service import Service
 
@@ -51,55 +52,47 @@ def models(service: Service) -> list[dict[str, Any]]:
 
 async def tokenize(service: Service, request: Request) -> Response:
     """vLLM's: the tokens of a prompt or of messages."""
-    body = await service.read_body(request)
-
-    def read(fields: Fields) -> tuple[list[int], bool]:
-        read_model(fields, service.names)
-        wants_texts = fields.flag("return_token_strs", False)
-        if fields.get("messages", None) is None:
-            refuse_others(fields, {"model", "return_token_strs", "prompt", "add_special_tokens"}, {})
-            prompt = fields.text("prompt")
-            check_unicode(fields, "prompt", prompt)
-            adds_special_tokens = fields.flag("add_special_tokens", True)
-            return service.checkpoint.tokenizer.encode(prompt, add_special_tokens=adds_special_tokens), wants_texts
-        refuse_others(fields, {"model", "return_token_strs"} | READ_IN_MESSAGES, {"add_special_tokens": (False,)})
-        return encode_conversation(service, read_conversation(fields)), wants_texts
-
-    tokens, wants_texts = await asyncio.to_thread(read_form, body, read)
+    fields = await service.read_fields(request)
+    read_model(fields, service)
+    wants_texts = fields.flag("return_token_strs", False)
+    encode: Callable[[], list[int]]
+    if fields.get("messages", None) is None:
+        prompt = fields.text("prompt")
+        check_unicode(fields, "prompt", prompt)
+        add_special_tokens = fields.flag("add_special_tokens", True)
+        encode = functools.partial(service.checkpoint.tokenizer.encode, prompt, add_special_tokens=add_special_tokens)
+        refuse_unread(fields, {})
+    else:
+        encode = functools.partial(encode_conversation, service, read_conversation(fields))
+        refuse_unread(fields, {"add_special_tokens": (False,)})
+    tokens = await asyncio.to_thread(encode)
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens}
-    answer["token_strs"] = [service.token_forms.text(token) for token in tokens] if wants_texts else None
+    answer["token_strs"] = [service.token_text(token) for token in tokens] if wants_texts else None
     return JSONResponse(answer)
 
 
 async def detokenize(service: Service, request: Request) -> Response:
     """vLLM's: the text of tokens."""
-    body = await service.read_body(request)
-
-    def read(fields: Fields) -> str:
-        read_model(fields, service.names)
-        refuse_others(fields, {"model", "tokens"}, {})
-        tokens = fields.get("tokens")
-        if tokens != []:
-            check_ids(fields, "tokens", tokens, service.checkpoint.config.vocab_size, "a list of token ids")
-        return service.checkpoint.tokenizer.decode(tokens, skip_special_tokens=False)
-
-    return JSONResponse({"prompt": await asyncio.to_thread(read_form, body, read)})
+    fields = await service.read_fields(request)
+    read_model(fields, service)
+    tokens = fields.get("tokens")
+    if tokens != []:
+        check_ids(fields, "tokens", tokens, service.checkpoint.config.vocab_size, "a list of token ids")
+    refuse_unread(fields, {})
+    decode = service.checkpoint.tokenizer.decode
+    return JSONResponse({"prompt": await asyncio.to_thread(decode, tokens, skip_special_tokens=False)})
 
 
 async def load_adapter(service: Service, request: Request) -> Response:
     """vLLM's: reads an adapter in PEFT's form from a folder of the server."""
-    body, adapters, write = await service.read_body(request), service.adapters, service.adapters.write
+    fields, adapters, write = await service.read_fields(request), service.adapters, service.adapters.write
     assert write is not None
-
-    def read(fields: Fields) -> tuple[str, Path, bool]:
-        refuse_others(fields, {"lora_name", "lora_path", "load_inplace"}, {"is_3d_lora_weight": (False,)})
-        name, replaces = fields.text("lora_name"), fields.flag("load_inplace", False)
+    name, folder = fields.text("lora_name"), Path(fields.text("lora_path"))
+    replaces = fields.flag("load_inplace", False)
+    refuse_unread(fields, {"is_3d_lora_weight": (False,)})
+    async with adapters.lock:
         if name in service.served_names or (name in adapters.slots and not replaces):
             raise fields.error("lora_name", f"must be new, or an adapter's with load_inplace: true; got {name!r}")
-        return name, Path(fields.text("lora_path")), replaces
-
-    async with adapters.lock:
-        name, folder, _ = read_form(body, read)
         slot = adapters.slots[name] if name in adapters.slots else adapters.find_free()
         try:
             weights = await asyncio.to_thread(lambda: write(slot, read_adapter(folder)))
@@ -112,12 +105,10 @@ async def load_adapter(service: Service, request: Request) -> Response:
 
 async def unload_adapter(service: Service, request: Request) -> Response:
     """vLLM's. Requests under way keep the adapter."""
-
-    def read(fields: Fields) -> str:
-        refuse_others(fields, {"lora_name", "lora_int_id"}, {})
-        return fields.text("lora_name")
-
-    name = read_form(await service.read_body(request), read)
+    fields = await service.read_fields(request)
+    name = fields.text("lora_name")
+    fields.get("lora_int_id", None)
+    refuse_unread(fields, {})
     if service.adapters.slots.pop(name, None) is None:
         raise ApiError(404, f"There is no adapter {name[:100]!r} here.", param="lora_name", code="model_not_found")
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")

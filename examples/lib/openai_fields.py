@@ -1,4 +1,4 @@
-"""The fields of requests in the APIs of OpenAI and vLLM: which are read, which change nothing, which are refused.
+"""The fields of requests in the APIs of OpenAI and vLLM that are not read: which change nothing, which are refused.
 
 https://platform.openai.com/docs/api-reference
 https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html
@@ -7,14 +7,6 @@ https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html
 from typing import Any
 
 from lib.fields import Fields
-
-READ = {"model", "n", "stream", "stream_options", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop"}
-READ |= {"logprobs", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"}
-READ |= {"min_p", "return_token_ids"}
-READ_IN_TEXT = {"prompt", "echo", "add_special_tokens"}
-READ_IN_MESSAGES = {"messages", "tools", "tool_choice", "documents", "chat_template_kwargs", "reasoning_effort"}
-READ_IN_MESSAGES |= {"add_generation_prompt", "continue_final_message"}
-READ_IN_CHAT = READ_IN_MESSAGES | {"max_completion_tokens", "top_logprobs"}
 
 # They change no answer, whatever their value.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
@@ -54,17 +46,15 @@ NEUTRAL_IN_CHAT: dict[str, tuple[Any, ...]] = {
 }
 # The next move, where it is not to leave the field out.
 ADVICE = {
-    "messages": "is not supported here: send it to /v1/chat/completions",
-    "prompt": "is not supported here: send it to /v1/completions",
     "response_format": 'is supported only as {"type": "text"}; ask for JSON in the prompt',
     "min_tokens": "is not supported here; ignore_eos with max_tokens gives an exact number of tokens",
 }
 
 
-def refuse_others(fields: Fields, read: set[str], neutral: dict[str, tuple[Any, ...]]) -> None:
-    """Raises `FieldError` for a field that would change the answer and is not read."""
+def refuse_unread(fields: Fields, neutral: dict[str, tuple[Any, ...]]) -> None:
+    """Raises `FieldError` for a field that would change the answer and was not read."""
     for name, value in fields.values.items():
-        if name in read | IGNORED or value is None or value in neutral.get(name, ()):
+        if name in fields.read | IGNORED or value is None or value in neutral.get(name, ()):
             continue
         shown = name[:100] if name.isidentifier() else repr(name[:100])  # a name may hold anything
         raise fields.error(shown, ADVICE.get(name, "is not supported here; leave it out"))

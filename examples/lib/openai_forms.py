@@ -3,84 +3,75 @@
 https://platform.openai.com/docs/api-reference
 """
 
-import dataclasses
-import json
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxpaged import SamplingParams
 from lib.api_error import ApiError
-from lib.fields import FieldError, Fields, MissingFieldError, is_whole
-from lib.openai_fields import (
-    NEUTRAL,
-    NEUTRAL_IN_CHAT,
-    NEUTRAL_IN_TEXT,
-    READ,
-    READ_IN_CHAT,
-    READ_IN_TEXT,
-    refuse_others,
-)
-from lib.openai_messages import Conversation, check_unicode, read_conversation
+from lib.fields import Fields, is_whole
+from lib.openai_fields import NEUTRAL, NEUTRAL_IN_CHAT, NEUTRAL_IN_TEXT, refuse_unread
+from lib.openai_messages import check_unicode, read_conversation
+from lib.service import Service
 
 MOST_N, MOST_PROMPTS, MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS = 16, 64, 32, 200, 16
 USUAL_TOKENS = 16  # without max_tokens, in a completion
 
 
-@dataclasses.dataclass(frozen=True)
 class Ask:
-    """A request.
+    """A request. Raises `ApiError`, `FieldError` and `MissingFieldError`.
 
     Attributes:
-        prompts: texts or token ids; empty in a chat.
-        conversation: of a chat; None in a completion.
-        max_tokens: None: not said. 0: only the prompts are echoed.
-        stops: stop strings.
-        params: without `max_tokens` and the model's end-of-text tokens.
         model: the model's first name, or the adapter's.
+        conversation: of a chat; None in a completion.
+        prompts: texts or token ids; empty in a chat.
         is_echoed: whether an answer begins with its prompt.
+        max_tokens: None: not said. 0: only the prompts are echoed.
+        params: without `max_tokens` and the model's end-of-text tokens.
+        stops: stop strings.
         includes_usage: whether a stream ends with the usage; `has_usage_in_chunks`: every chunk has it.
         includes_stop: whether the text includes the stop string or stop token that ended it.
         returns_ids: whether the answer includes token ids.
     """
 
-    prompts: list[str | list[int]]
-    conversation: Conversation | None
-    max_tokens: int | None
-    stops: tuple[str, ...]
-    params: SamplingParams
-    model: str
-    is_streamed: bool = False
-    is_echoed: bool = False
-    includes_usage: bool = False
-    has_usage_in_chunks: bool = False
-    adds_special_tokens: bool = True
-    ignores_eos: bool = False
-    includes_stop: bool = False
-    skips_special_tokens: bool = True
-    returns_ids: bool = False
+    def __init__(self, fields: Fields, service: Service, *, is_chat: bool):
+        self.is_chat = is_chat
+        self.model, adapter = read_model(fields, service)
+        other, path = ("prompt", "/v1/completions") if is_chat else ("messages", "/v1/chat/completions")
+        if fields.values.get(other) is not None:
+            raise fields.error(other, f"is not supported here: send it to {path}")
+        vocab_size = service.checkpoint.config.vocab_size
+        self.conversation = read_conversation(fields) if is_chat else None
+        self.prompts = [] if is_chat else _prompts(fields, vocab_size)
+        self.adds_special_tokens = is_chat or fields.flag("add_special_tokens", True)
+        self.is_echoed = not is_chat and fields.flag("echo", False)
+        self.max_tokens = _max_tokens(fields, 0 if self.is_echoed else 1, is_chat)
+        has_logprobs, top_logprobs = _logprobs(fields, is_chat, service.max_logprobs)
+        self.params = SamplingParams(
+            n=fields.whole("n", 1, MOST_N, 1),
+            **_sampling(fields, vocab_size, service.sampling_defaults),
+            seed=_seed(fields),
+            stop_token_ids=_stop_ids(fields, vocab_size),
+            logprobs=has_logprobs,
+            prompt_logprobs=has_logprobs and self.is_echoed,
+            top_logprobs=top_logprobs,
+            adapter=adapter,
+        )
+        self.stops = _stops(fields)
+        self.includes_stop = fields.flag("include_stop_str_in_output", False)
+        self.ignores_eos = fields.flag("ignore_eos", False)
+        self.skips_special_tokens = fields.flag("skip_special_tokens", True)
+        self.returns_ids = fields.flag("return_token_ids", False)
+        self.is_streamed = fields.flag("stream", False)
+        options = Fields(fields.get("stream_options", {}), "stream_options.")
+        if options.values and not self.is_streamed:
+            raise fields.error("stream_options", "goes with stream")
+        self.includes_usage = options.flag("include_usage", False)
+        self.has_usage_in_chunks = options.flag("continuous_usage_stats", False)
+        refuse_unread(fields, NEUTRAL | (NEUTRAL_IN_CHAT if is_chat else NEUTRAL_IN_TEXT))
 
-    @property
-    def is_chat(self) -> bool:
-        return self.conversation is not None
 
-
-def read_form[Form](body: bytes, read: Callable[[Fields], Form]) -> Form:
-    """Reads a JSON object with `read`. Raises `ApiError` if the body is none, or `read` refuses a field."""
-    try:
-        fields = Fields(json.loads(body))
-    except (ValueError, RecursionError) as error:  # also of bytes that are no UTF-8, and numbers of too many digits
-        raise ApiError(400, "The body must be a JSON object.") from error
-    try:
-        return read(fields)
-    except MissingFieldError as error:
-        raise ApiError(400, f"The field {error} is missing.", param=error.path) from error
-    except FieldError as error:
-        raise ApiError(400, f"{str(error).rstrip('.')}.", param=error.path) from error
-
-
-def read_model(fields: Fields, names: Mapping[str, int | None]) -> tuple[str, int | None]:
+def read_model(fields: Fields, service: Service) -> tuple[str, int | None]:
     """The name and the adapter of the model that a request names, by default the first. Raises `ApiError`."""
-    first = next(iter(names))
+    names, first = service.names, service.served_names[0]
     named = fields.text("model", first)
     if named not in names:
         message = f"The model {named[:100]!r} does not exist here; there is {', '.join(map(repr, names))}."
@@ -89,80 +80,14 @@ def read_model(fields: Fields, names: Mapping[str, int | None]) -> tuple[str, in
     return (first if adapter is None else named), adapter
 
 
-def read_ask(
-    body: bytes,
-    *,
-    names: Mapping[str, int | None],
-    is_chat: bool,
-    vocab_size: int,
-    max_logprobs: int = 0,
-    defaults: Mapping[str, float] | None = None,
-) -> Ask:
-    """The request.
-
-    Args:
-        body: JSON.
-        names: what requests may name as their model; None for the model, or the number of an adapter.
-        is_chat: whether it has messages instead of a prompt.
-        vocab_size: the model's.
-        max_logprobs: the engine's.
-        defaults: of temperature, top_p and top_k.
-
-    Raises:
-        ApiError: the body is not a valid request, or has an unsupported field.
-    """
-
-    def read(fields: Fields) -> Ask:
-        model, adapter = read_model(fields, names)
-        if is_chat:
-            refuse_others(fields, READ | READ_IN_CHAT, NEUTRAL | NEUTRAL_IN_CHAT)
-        else:
-            refuse_others(fields, READ | READ_IN_TEXT, NEUTRAL | NEUTRAL_IN_TEXT)
-        is_streamed = fields.flag("stream", False)
-        options = Fields(fields.get("stream_options", {}), "stream_options.")
-        if options.values and not is_streamed:
-            raise fields.error("stream_options", "goes with stream")
-        is_echoed = not is_chat and fields.flag("echo", False)
-        has_logprobs, top_logprobs = _logprobs(fields, is_chat, max_logprobs)
-        return Ask(
-            prompts=[] if is_chat else _prompts(fields, vocab_size),
-            conversation=read_conversation(fields) if is_chat else None,
-            max_tokens=_max_tokens(fields, 0 if is_echoed else 1),
-            stops=_stops(fields),
-            params=SamplingParams(
-                n=fields.whole("n", 1, MOST_N, 1),
-                **_sampling(fields, vocab_size, defaults or {}),
-                seed=_seed(fields),
-                stop_token_ids=_stop_ids(fields, vocab_size),
-                logprobs=has_logprobs,
-                prompt_logprobs=has_logprobs and is_echoed,
-                top_logprobs=top_logprobs,
-                adapter=adapter,
-            ),
-            model=model,
-            is_streamed=is_streamed,
-            is_echoed=is_echoed,
-            includes_usage=options.flag("include_usage", False),
-            has_usage_in_chunks=options.flag("continuous_usage_stats", False),
-            adds_special_tokens=is_chat or fields.flag("add_special_tokens", True),
-            ignores_eos=fields.flag("ignore_eos", False),
-            includes_stop=fields.flag("include_stop_str_in_output", False),
-            skips_special_tokens=fields.flag("skip_special_tokens", True),
-            returns_ids=fields.flag("return_token_ids", False),
-        )
-
-    return read_form(body, read)
-
-
-def _sampling(fields: Fields, vocab_size: int, defaults: Mapping[str, float]) -> dict[str, Any]:
-    usual = dict(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0) | dict(defaults)
+def _sampling(fields: Fields, vocab_size: int, defaults: dict[str, float]) -> dict[str, Any]:
     given = {
-        "temperature": fields.real("temperature", 0, 2, 0),
-        "top_p": max(fields.real("top_p", 0, 1, 0), 1e-30),  # 0: the most likely token, as near as can be
+        "temperature": fields.real("temperature", 0, 2, 1),
+        "top_p": max(fields.real("top_p", 0, 1, 1), 1e-30),  # 0: the most likely token, as near as can be
         "top_k": max(fields.whole("top_k", -1, vocab_size, 0), 0),  # -1: all, as 0 is
         "min_p": fields.real("min_p", 0, 1, 0),
     }
-    return {name: usual[name] if fields.get(name, None) is None else value for name, value in given.items()}
+    return given | {name: value for name, value in defaults.items() if fields.get(name, None) is None}
 
 
 def _seed(fields: Fields) -> int | None:
@@ -170,8 +95,8 @@ def _seed(fields: Fields) -> int | None:
     return None if fields.get("seed", None) is None else fields.whole("seed", -(2**63), 2**63 - 1) % 2**32
 
 
-def _max_tokens(fields: Fields, least: int) -> int | None:
-    names = ("max_completion_tokens", "max_tokens")
+def _max_tokens(fields: Fields, least: int, is_chat: bool) -> int | None:
+    names = ("max_tokens", "max_completion_tokens") if is_chat else ("max_tokens",)
     return min((fields.whole(n, least, 2**31 - 1) for n in names if fields.get(n, None) is not None), default=None)
 
 
@@ -191,28 +116,18 @@ def _logprobs(fields: Fields, is_chat: bool, max_logprobs: int) -> tuple[bool, i
     return wants, number
 
 
-def _stops(fields: Fields) -> tuple[str, ...]:
-    stops = fields.get("stop", [])
-    stops = [stops] if isinstance(stops, str) else stops
-    if (
-        not isinstance(stops, list)
-        or len(stops) > MOST_STOPS
-        or not all(isinstance(stop, str) and 0 < len(stop) <= MOST_STOP_CHARACTERS for stop in stops)
-    ):
-        raise fields.error(
-            "stop", f"must be a text or at most {MOST_STOPS} texts, each of 1 to {MOST_STOP_CHARACTERS} characters"
-        )
-    return tuple(stops)
+def _stops(fields: Fields) -> list[str]:
+    clause = f"must be a text or at most {MOST_STOPS} texts, each of 1 to {MOST_STOP_CHARACTERS} characters"
+    return fields.items(
+        "stop", lambda stop: isinstance(stop, str) and 0 < len(stop) <= MOST_STOP_CHARACTERS, clause, MOST_STOPS
+    )
 
 
 def _stop_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
-    ids = fields.get("stop_token_ids", [])
-    if (
-        not isinstance(ids, list)
-        or len(ids) > MOST_STOP_IDS
-        or not all(is_whole(token) and 0 <= token < vocab_size for token in ids)
-    ):
-        raise fields.error("stop_token_ids", f"must be at most {MOST_STOP_IDS} token ids from 0 to {vocab_size - 1}")
+    clause = f"must be at most {MOST_STOP_IDS} token ids from 0 to {vocab_size - 1}"
+    ids = fields.items(
+        "stop_token_ids", lambda token: is_whole(token) and 0 <= token < vocab_size, clause, MOST_STOP_IDS
+    )
     return tuple(ids)
 
 

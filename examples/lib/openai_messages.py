@@ -1,6 +1,6 @@
 """The conversation of a request in OpenAI's form, as a chat template reads it."""
 
-import dataclasses
+import contextlib
 import json
 from typing import Any
 
@@ -10,19 +10,8 @@ from lib.fields import REQUIRED, Fields
 ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
 
 
-@dataclasses.dataclass(frozen=True)
-class Conversation:
-    """Messages, and what else a chat template is given: the arguments of `Tokenizer.encode_conversations`."""
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    documents: list[dict[str, Any]] | None = None
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-def read_conversation(fields: Fields) -> Conversation:
-    """Raises `FieldError` and `MissingFieldError`."""
+def read_conversation(fields: Fields) -> dict[str, Any]:
+    """The arguments of `Tokenizer.encode_conversations`. Raises `FieldError` and `MissingFieldError`."""
     tools = _objects(fields, "tools")
     choice = fields.get("tool_choice", "auto" if tools else "none")
     if choice != "none" and (tools or choice != "auto"):
@@ -34,22 +23,21 @@ def read_conversation(fields: Fields) -> Conversation:
     kwargs = Fields(fields.get("chat_template_kwargs", {}), "chat_template_kwargs.").values
     if fields.get("reasoning_effort", None) is not None:
         kwargs = {"reasoning_effort": fields.text("reasoning_effort")} | kwargs
-    messages = _read_messages(fields)
-    return Conversation(messages, tools or None, _objects(fields, "documents") or None, continues, kwargs)
-
-
-def _objects(fields: Fields, name: str) -> list[dict[str, Any]]:
-    values = fields.get(name, [])
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise fields.error(name, "must be a list of objects")
-    return values
-
-
-def _read_messages(fields: Fields) -> list[dict[str, Any]]:
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise fields.error("messages", "must be a list of at least one message")
-    return [_read_message(Fields(message, f"messages[{i}].")) for i, message in enumerate(messages)]
+    messages = [_read_message(Fields(message, f"messages[{i}].")) for i, message in enumerate(messages)]
+    return {
+        "messages": messages,
+        "tools": tools or None,
+        "documents": _objects(fields, "documents") or None,
+        "continue_final_message": continues,
+        "chat_template_kwargs": kwargs,
+    }
+
+
+def _objects(fields: Fields, name: str) -> list[dict[str, Any]]:
+    return fields.items(name, lambda value: isinstance(value, dict), "must be a list of objects")
 
 
 def _read_message(message: Fields) -> dict[str, Any]:
@@ -70,10 +58,9 @@ def _read_call(call: Fields) -> dict[str, Any]:
     """Its arguments as an object, as templates expect them; OpenAI's API has the JSON of it."""
     function = Fields(call.get("function"), f"{call.within}function.")
     arguments = function.get("arguments", {})
-    try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError) as error:
-        raise function.error("arguments", "must be the JSON of an object") from error
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
         raise function.error("arguments", "must be the JSON of an object")
     return call.values | {"function": function.values | {"arguments": arguments}}

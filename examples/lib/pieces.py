@@ -1,43 +1,86 @@
 """From the outputs of an engine to the pieces of an answer: text, logprobs and finish reasons."""
 
+import dataclasses
+import itertools
 import math
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
 
 from jaxpaged import Completion, RequestOutput
 from lib.engine_metrics import CompletionTimes
 from lib.engine_thread import Generation
-from lib.openai_answers import Piece
 from lib.openai_forms import Ask
 from lib.reasoning import ReasoningStream
 from lib.service import Service
 from lib.text_stream import TextStream
 
 
+class Score(NamedTuple):
+    token: int
+    logprob: float | None  # None: of a prompt's first token, which follows none
+    likely: dict[int, float]  # logprobs of the likeliest tokens instead; empty if not asked for
+    offset: int  # where the token begins in the text
+
+
+@dataclasses.dataclass
+class Piece:
+    """The new part of a completion.
+
+    Attributes:
+        index: of the completion in its answer.
+        text: after the reasoning, which only chats have.
+        finish_reason: set in the last piece of a completion.
+        token_ids: new tokens.
+        scores: of the new tokens, and before them of an echoed prompt's; empty if they were not asked for.
+    """
+
+    index: int
+    reasoning: str = ""
+    text: str = ""
+    finish_reason: str | None = None
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    scores: list[Score] = dataclasses.field(default_factory=list)
+
+    def add(self, piece: "Piece") -> None:
+        self.reasoning += piece.reasoning
+        self.text += piece.text
+        self.finish_reason = piece.finish_reason
+        self.token_ids += piece.token_ids
+        self.scores += piece.scores
+
+
 class Pieces:
     """The pieces of one request's completions, as they arrive.
 
     Attributes:
+        prompts: each completion's.
         usage: of all completions so far.
         finish_reasons: of the completions that have ended.
     """
 
-    def __init__(self, service: Service, ask: Ask, generation: Generation, usage: dict[str, Any], begin: float):
-        self.usage, self.finish_reasons = usage, list[str]()
-        self._engine, self._ask, self._generation = service.engine, ask, generation
-        prompts = [prompt for prompt, params in generation.requests for _ in range(params.n)]
-        self._texts = [CompletionText(service, ask, prompt) for prompt in prompts]
-        self._times = [CompletionTimes(service.metrics, begin) for _ in prompts]
+    def __init__(self, service: Service, ask: Ask, generation: Generation, begin: float):
+        self.service, self.ask, self._generation = service, ask, generation
+        self.prompts = [prompt for prompt, params in generation.requests for _ in range(params.n)]
+        self.finish_reasons = list[str]()
+        num_prompt_tokens = sum(len(prompt) for prompt, _ in generation.requests)
+        self.usage: dict[str, Any] = {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": 0,
+            "total_tokens": num_prompt_tokens,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
         self._cached = [0] * len(generation.requests)
+        self._texts = [CompletionText(service, ask, prompt) for prompt in self.prompts]
+        self._times = [CompletionTimes(service.metrics, begin) for _ in self.prompts]
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         async for i, output in self._generation.outputs():
-            if self._ask.params.prompt_logprobs and not (output.finished or is_scored(output)):
+            if self.ask.params.prompt_logprobs and not (output.finished or is_scored(output)):
                 continue  # another output follows, which has what this one has
             self._cached[i] = output.num_cached_tokens
             self.usage["prompt_tokens_details"]["cached_tokens"] = sum(self._cached)
             for k, completion in enumerate(output.outputs):
-                index = i * self._ask.params.n + k
+                index = i * self.ask.params.n + k
                 text = self._texts[index]
                 if text.is_finished:
                     continue
@@ -50,11 +93,18 @@ class Pieces:
                     self._times[index].end()
                     self.finish_reasons.append(piece.finish_reason)
                     if completion.finish_reason is None:
-                        self._engine.end(self._generation, i, k)
-                if piece.has_output:
+                        self.service.engine.end(self._generation, i, k)
+                if piece != Piece(index):
                     yield piece
             if len(self.finish_reasons) == len(self._texts):
                 return
+
+    def describe(self) -> str:
+        """For the log."""
+        usage, ends = self.usage, ", ".join(self.finish_reasons) or "not finished"
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        prompt = f"{usage['prompt_tokens']} prompt tokens, {cached} of them cached"
+        return f", {self.ask.model}, {prompt}, {usage['completion_tokens']} new tokens, {ends}"
 
 
 class CompletionText:
@@ -67,14 +117,15 @@ class CompletionText:
     def __init__(self, service: Service, ask: Ask, prompt: list[int]):
         self.is_finished = False
         self._ask, self._prompt, self._tokenizer = ask, prompt, service.checkpoint.tokenizer
-        options: dict[str, Any] = dict(prompt_ids=prompt, skip_special_tokens=ask.skips_special_tokens)
-        options |= dict(includes_stop=ask.includes_stop)
-        self._stream: TextStream | ReasoningStream
-        if ask.is_chat and service.splits_reasoning:
-            self._stream = ReasoningStream(self._tokenizer, ask.stops, **options)
-        else:
-            has_offsets = ask.params.logprobs and not ask.is_chat
-            self._stream = TextStream(self._tokenizer, ask.stops, has_offsets=has_offsets, **options)
+        self._stream = ReasoningStream(
+            self._tokenizer,
+            ask.stops,
+            prompt_ids=prompt,
+            splits=ask.is_chat and service.splits_reasoning,
+            skip_special_tokens=ask.skips_special_tokens,
+            includes_stop=ask.includes_stop,
+            has_offsets=ask.params.logprobs and not ask.is_chat,
+        )
         self._num_tokens = self._num_characters = self._num_echoed = 0
         self._is_echo_due = ask.is_echoed
 
@@ -87,29 +138,23 @@ class CompletionText:
         token_ids = completion.token_ids if self._ask.max_tokens != 0 else []  # the engine makes one
         # As in vLLM, a stop token has no text, even if it is no special token.
         hides_last = reason == "stop" and not self._ask.includes_stop
-        self._read(piece, token_ids[:-1] if hides_last else token_ids, is_last=reason is not None)
+        shown = token_ids[:-1] if hides_last else token_ids
+        piece.reasoning, text = self._stream.extend(shown, is_last=reason is not None)
+        piece.text += text
+        self._num_characters += len(text)
         start, self._num_tokens = self._num_tokens, self._stream.num_tokens
         if not self._stream.is_stopped:
             self._num_tokens = len(token_ids)
         new = slice(start, self._num_tokens)
         piece.token_ids = token_ids[new]
         if completion.logprobs is not None:
-            self._add_scores(piece, piece.token_ids, completion.logprobs[new], (completion.top_logprobs or [])[new])
-            piece.offsets += self._offsets(new)
+            likely = completion.top_logprobs[new] if completion.top_logprobs else itertools.repeat({})
+            piece.scores += map(Score, piece.token_ids, completion.logprobs[new], likely, self._offsets(new))
         piece.finish_reason = "stop" if self._stream.is_stopped else reason
         if self._ask.max_tokens == 0 and piece.finish_reason == "stop":
             piece.finish_reason = "length"
         self.is_finished = piece.finish_reason is not None
         return piece
-
-    def _read(self, piece: Piece, token_ids: list[int], *, is_last: bool) -> None:
-        if isinstance(self._stream, ReasoningStream):
-            reasoning, text = self._stream.extend(token_ids, is_last=is_last)
-            piece.reasoning += reasoning
-        else:
-            text = self._stream.extend(token_ids, is_last=is_last)
-        piece.text += text
-        self._num_characters += len(text)
 
     def _echo(self, piece: Piece, output: RequestOutput) -> None:
         """The prompt, as its tokens are decoded."""
@@ -118,25 +163,12 @@ class CompletionText:
         piece.text = stream.extend(self._prompt, is_last=False)
         self._num_echoed = len(piece.text)
         if output.prompt_logprobs is not None:
-            top_logprobs = [likely or {} for likely in output.prompt_top_logprobs or []]
-            self._add_scores(piece, self._prompt, output.prompt_logprobs, top_logprobs)
-            piece.offsets += stream.offsets
-
-    def _add_scores(
-        self,
-        piece: Piece,
-        token_ids: list[int],
-        logprobs: Sequence[float | None],
-        top_logprobs: list[dict[int, float]],
-    ) -> None:
-        piece.scored_ids += token_ids
-        piece.logprobs += logprobs
-        piece.top_logprobs += top_logprobs
+            likely = output.prompt_top_logprobs or itertools.repeat(None)
+            scores = zip(self._prompt, output.prompt_logprobs, likely, stream.offsets, strict=False)
+            piece.scores = [Score(token, logprob, others or {}, offset) for token, logprob, others, offset in scores]
 
     def _offsets(self, new: slice) -> list[int]:
         """Where new tokens begin; a stop token without a text at the end."""
-        if isinstance(self._stream, ReasoningStream):
-            return []
         offsets = [self._num_echoed + offset for offset in self._stream.offsets[new]]
         num_hidden = new.stop - new.start - len(offsets)
         return offsets + [self._num_echoed + self._num_characters] * num_hidden

@@ -1,7 +1,7 @@
 """Splits an answer into its reasoning and its content."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lib.text_stream import TextStream
 from lib.tokenizer import Tokenizer
@@ -71,12 +71,12 @@ def make_splitter(tokenizer: Tokenizer) -> Thoughts | Channels | None:
 class ReasoningStream:
     """Gives reasoning and content of growing tokens piece by piece, as `TextStream` does for a text.
 
-    The model's control tokens part the two, in the prompt too. All is content if the model has none. Stop strings apply
-    to the content alone: a reasoning may well repeat words of the question at which an answer is to stop.
+    The model's control tokens part the two, in the prompt too. All is content if the model has none, or `splits` is
+    false. Stop strings apply to the content alone: a reasoning may well repeat words of the question at which an answer
+    is to stop. The `options` are those of `TextStream`.
 
     Attributes:
         num_tokens: tokens read so far. The last may hold a stop string and more.
-        is_stopped: whether a stop string was found.
     """
 
     def __init__(
@@ -85,21 +85,15 @@ class ReasoningStream:
         stops: Sequence[str] = (),
         *,
         prompt_ids: Sequence[int] = (),
-        skip_special_tokens: bool = True,
-        includes_stop: bool = False,
+        splits: bool = True,
+        **options: bool,
     ):
         self.num_tokens = 0
-        self._splitter = make_splitter(tokenizer)
+        self._splitter = make_splitter(tokenizer) if splits else None
         self._ids: dict[str, list[int]] = {REASONING: [], CONTENT: []}
-        self._streams: dict[str, TextStream] = {
-            part: TextStream(
-                tokenizer,
-                stops if part == CONTENT else (),
-                prompt_ids=prompt_ids,
-                skip_special_tokens=skip_special_tokens,
-                includes_stop=includes_stop,
-            )
-            for part in self._ids
+        stops_of = {REASONING: (), CONTENT: stops}
+        self._streams = {
+            part: TextStream(tokenizer, own, prompt_ids=prompt_ids, **options) for part, own in stops_of.items()
         }
         if self._splitter is not None:
             marked = [i for i, token_id in enumerate(prompt_ids) if token_id in self._splitter.marks]
@@ -108,7 +102,13 @@ class ReasoningStream:
 
     @property
     def is_stopped(self) -> bool:
+        """Whether a stop string was found."""
         return self._streams[CONTENT].is_stopped
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each token of the content begins; empty unless `has_offsets` is an option."""
+        return self._streams[CONTENT].offsets
 
     def extend(self, token_ids: Sequence[int], *, is_last: bool) -> tuple[str, str]:
         """The next piece of reasoning and of content; both may be empty.
@@ -118,9 +118,11 @@ class ReasoningStream:
             is_last: no more come, so nothing is kept back.
         """
         pieces: dict[str, str] = {REASONING: "", CONTENT: ""}
-        part_of = self._splitter.part_of if self._splitter else lambda _: CONTENT
         new = () if self.is_stopped else token_ids[self.num_tokens :]
-        for part, run in itertools.groupby(new, part_of):
+        runs: Iterable[tuple[str | None, Iterable[int]]] = [(CONTENT, new)]
+        if self._splitter is not None:
+            runs = itertools.groupby(new, self._splitter.part_of)
+        for part, run in runs:
             ids = list(run)
             if part is None:
                 self.num_tokens += len(ids)

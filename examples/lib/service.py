@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import secrets
 import time
 
@@ -12,7 +13,7 @@ from lib.api_error import ApiError
 from lib.checkpoint import Checkpoint
 from lib.engine_metrics import Metrics
 from lib.engine_thread import EngineThread
-from lib.openai_answers import TokenForms
+from lib.fields import Fields
 
 RETRY_SECONDS = 1
 
@@ -51,15 +52,14 @@ class Service:
     def __post_init__(self) -> None:
         self.created = int(time.time())
         self.metrics = Metrics(self.engine, self.served_names[0])
+        # The same tokens come again and again in logprobs.
+        self.token_text = functools.cache(self.checkpoint.tokenizer.token_text)
+        self.token_bytes = functools.cache(self.checkpoint.tokenizer.token_bytes)
 
     @property
     def names(self) -> dict[str, int | None]:
         """The names of the model and its adapters, for requests: None for the model itself, or an adapter's slot."""
         return dict.fromkeys(self.served_names) | self.adapters.slots
-
-    @functools.cached_property
-    def token_forms(self) -> TokenForms:
-        return TokenForms(self.checkpoint.tokenizer)
 
     def check_key(self, request: Request) -> None:
         """Raises `ApiError` if the request lacks the key."""
@@ -69,8 +69,8 @@ class Service:
         if scheme.lower() != b"bearer" or not secrets.compare_digest(key.strip(), self.api_key.encode()):
             raise ApiError(401, "The API key is missing or wrong.", code="invalid_api_key")
 
-    async def read_body(self, request: Request) -> bytes:
-        """The JSON of a request that has the key. Raises `ApiError`."""
+    async def read_fields(self, request: Request) -> Fields:
+        """The JSON object of a request that has the key. Raises `ApiError`."""
         self.check_key(request)
         # Also keeps out other web pages, whose scripts may not send this type across origins.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -80,4 +80,7 @@ class Service:
             body += part
             if len(body) > self.max_body_bytes:
                 raise ApiError(413, f"The body must be at most {self.max_body_bytes} bytes.")
-        return bytes(body)
+        try:
+            return Fields(json.loads(body))
+        except (ValueError, RecursionError) as error:  # also of bytes that are no UTF-8, and numbers of too many digits
+            raise ApiError(400, "The body must be a JSON object.") from error

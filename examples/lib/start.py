@@ -22,7 +22,7 @@ from lib.sampling import Sampling
 from lib.tensor_parallel import create_on, replicate
 
 MOST_CACHE_BYTES = 64e9  # a larger pool is a mistake
-Granularity = Literal["token_head", "head", "tensor"]  # of a quantised cache's scales
+Granularity = Literal["token_head", "head", "tensor"]  # granularity of a quantised cache's scales
 
 
 class PoolError(ValueError):
@@ -85,7 +85,7 @@ def start(
 def create_caches(
     config: LlamaConfig, num_blocks: int, block_size: int, *, dtype: str, scale: Granularity | None, mesh: Mesh | None
 ) -> Caches:
-    """The caches of all layers. Raises `PoolError` if they take more than MOST_CACHE_BYTES."""
+    """The caches of all layers. Raises `PoolError` if they need more than MOST_CACHE_BYTES."""
     placeholder = 1.0 if scale in ("tensor", "head") else None
     sizes = config.cache_sizes
     if config.latent is not None and scale == "token_head":

@@ -16,8 +16,11 @@ pytest.importorskip("uvicorn")
 
 import openai
 
+import serve
 from lib.engine_thread import EngineThread
+from lib.fields import Fields
 from lib.http_server import Server, bind
+from lib.openai_forms import Ask
 
 KEY, PROMPT = "secret", "The quick brown fox"
 LONG = dict(prompt="page", temperature=0, max_tokens=100)  # the answer is as long
@@ -29,14 +32,21 @@ SIZES = [
     "--max-queue=6",
     "--prefix-cache",
 ]
+SERVICE = SimpleNamespace(  # for a reading of requests
+    served_names=("model",),
+    names={"model": None},
+    checkpoint=SimpleNamespace(config=SimpleNamespace(vocab_size=300)),
+    max_logprobs=0,
+    sampling_defaults={},
+)
 
 
 @contextlib.contextmanager
-def running(service, drain_seconds=30.0):
-    """A server around the engine of a service, which no other server uses meanwhile."""
+def running(service, drain_seconds=30.0, **changes):
+    """A server around the engine of a service with these changes, which no other server uses at the same time."""
     engine = service.engine._engine
     thread_of_engine = EngineThread(engine, most_completions=service.engine.most_completions)
-    service = dataclasses.replace(service, engine=thread_of_engine)
+    service = dataclasses.replace(service, engine=thread_of_engine, **changes)
     server = Server(service, drain_seconds=drain_seconds)
     with bind("127.0.0.1", 0) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
@@ -46,7 +56,9 @@ def running(service, drain_seconds=30.0):
         options = dict(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0)
         try:
             with openai.OpenAI(**options) as client:
-                yield SimpleNamespace(server=server, thread=thread, port=port, client=client, service=service)
+                yield SimpleNamespace(
+                    server=server, thread=thread, port=port, client=client, service=service, engine=service.engine
+                )
         finally:
             if not service.engine.is_draining:
                 server.handle_exit(signal.SIGTERM, None)
@@ -65,9 +77,9 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
-def ask(port, path="/v1/completions", body=None, method=None, **headers):
+def ask(server, path="/v1/completions", body=None, method=None, **headers):
     """A raw request: status, headers and content."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"} | headers
     connection.request(method or ("GET" if body is None else "POST"), path, body, headers)
     with contextlib.closing(connection), connection.getresponse() as response:
@@ -83,14 +95,33 @@ def chat(server, content=PROMPT, **options):
     return server.client.chat.completions.create(**dict(model="model", messages=messages, temperature=0) | options)
 
 
+def make_service(folder, *options):
+    options = [f"--model={folder}", "--dtype=float32", f"--api-key={KEY}", *SIZES, *options]
+    return serve.create_service(serve.parse_arguments(options))
+
+
+def text_of(stream):
+    return "".join(chunk.choices[0].text for chunk in stream)
+
+
+def texts(answer):
+    return [choice.text for choice in answer.choices]
+
+
+def stop_in(text, *others):
+    """Two characters that begin within the text for the first time, and that the others do not have."""
+    pairs = (text[i : i + 2] for i in range(5, len(text)) if text.find(text[i : i + 2]) == i)
+    return next(pair for pair in pairs if "\ufffd" not in pair and not any(pair in other for other in others))
+
+
 def body(**fields):
     return json.dumps(dict(model="model", prompt="a") | fields)
 
 
 def chat_body(**fields):
-    return json.dumps({"model": "model", "messages": [{"role": "user", "content": "a"}]} | fields)
+    return json.dumps(dict(model="model", messages=[{"role": "user", "content": "a"}]) | fields)
 
 
-def head(path="/v1/completions", *lines):
-    lines = (f"POST {path} HTTP/1.1", "Host: here", f"Authorization: Bearer {KEY}", *lines)
-    return "\r\n".join((*lines, "Content-Type: application/json", "", "")).encode()
+def read(content, service=SERVICE, *, is_chat=False):
+    """The request of a body."""
+    return Ask(Fields(json.loads(content)), service, is_chat=is_chat)

@@ -1,4 +1,4 @@
-"""What an operator meets around the examples: closed pipes, full disks, Ctrl-C, wrong tokens."""
+"""The examples as an operator sees them: closed pipes, full disks, Ctrl-C, wrong tokens."""
 
 import argparse
 import dataclasses
@@ -37,10 +37,10 @@ def end(monkeypatch):
     monkeypatch.setattr(command_line.os, "_exit", leave)
     monkeypatch.setattr(sys, "exit", leave)
 
-    def call(main, stdout, stderr=None):
+    def call(main, stdout=..., stderr=...):
         with monkeypatch.context() as patched:
-            patched.setattr(sys, "stdout", stdout)
-            patched.setattr(sys, "stderr", stderr or io.TextIOWrapper(io.BytesIO()))
+            for name, stream in (("stdout", stdout), ("stderr", stderr)):
+                patched.setattr(sys, name, io.TextIOWrapper(io.BytesIO()) if stream is ... else stream)
             with pytest.raises(Ended) as ended:
                 command_line.run(main)
             sys.stderr.seek(0)
@@ -95,9 +95,9 @@ def stop() -> None:
 
 
 def test_the_code_of_a_script_is_what_main_returns(end):
-    assert end(say_hello, io.TextIOWrapper(io.BytesIO()))[0] == 3
-    assert end(lambda: None, io.TextIOWrapper(io.BytesIO()))[0] is None
-    assert end(stop, io.TextIOWrapper(io.BytesIO()))[0] == 2
+    assert end(say_hello)[0] == 3
+    assert end(lambda: None)[0] is None
+    assert end(stop)[0] == 2
     assert end(say_hello, None)[0] == 3  # closed
 
 
@@ -113,9 +113,8 @@ def test_results_that_nobody_takes(end, error, code, message):
     assert ended == code
     assert err.endswith(message)
     assert len(err.splitlines()) == bool(message)
-    assert (
-        end(say_hello, io.TextIOWrapper(Broken(error)), io.TextIOWrapper(Broken(error), write_through=True))[0] == code
-    )
+    broken = io.TextIOWrapper(Broken(error), write_through=True)
+    assert end(say_hello, io.TextIOWrapper(Broken(error)), broken)[0] == code
 
 
 def test_a_stream_of_ascii_gets_all_that_a_model_says(end):
@@ -124,15 +123,13 @@ def test_a_stream_of_ascii_gets_all_that_a_model_says(end):
     assert written.getvalue() == b"caf\\xe9 \\udcff\n"
 
 
-def test_refusals_are_one_sentence_and_code_2(end):
-    for error in (command_line.RequestError, CheckpointError, PoolError):
+@pytest.mark.parametrize("error", [command_line.RequestError, CheckpointError, PoolError])
+def test_refusals_are_one_sentence_and_code_2(end, error):
+    def refuse() -> None:
+        raise error("It cannot be.")
 
-        def refuse(error=error) -> None:
-            raise error("It cannot be.")
-
-        code, err = end(refuse, io.TextIOWrapper(io.BytesIO()))
-        assert code == 2
-        assert err.endswith(": It cannot be.\n")
+    code, err = end(refuse)
+    assert (code, err.endswith(": It cannot be.\n")) == (2, True)
 
 
 def test_a_backend_that_is_not_there_is_one_sentence(monkeypatch, capsys):

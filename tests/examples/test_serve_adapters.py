@@ -1,23 +1,18 @@
-"""Adapters that are loaded while examples/serve.py runs."""
+"""Adapters that examples/serve.py serves, from its start or loaded while it runs."""
 
 import json
 import threading
 
 import pytest
 
-pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
-
-import serve
-from tests.examples.serving import KEY, PROMPT, SIZES, ask, complete, running
+from tests.examples.serving import PROMPT, ask, body, complete, make_service, running, texts
 from tests.examples.tiny_checkpoint import greedy, write_adapter
 
 
 @pytest.fixture(scope="module")
 def runtime_service(tiny, adapters):
-    options = [f"--model={tiny.path}", "--dtype=float32", f"--api-key={KEY}", "--runtime-adapters=1", *SIZES]
-    options += ["--max-adapter-rank=4", f"--adapter=small={adapters['small'][0]}"]
-    return serve.create_service(serve.parse_arguments(options))
+    options = "--runtime-adapters=1", "--max-adapter-rank=4", f"--adapter=small={adapters['small'][0]}"
+    return make_service(tiny.path, *options)
 
 
 @pytest.fixture
@@ -27,7 +22,15 @@ def runtime_server(runtime_service):
 
 
 def post(server, action, **fields):
-    return ask(server.port, f"/v1/{action}_lora_adapter", json.dumps(fields))[::2]
+    return ask(server, f"/v1/{action}_lora_adapter", json.dumps(fields))[::2]
+
+
+def load(server, name, folder, **fields):
+    return post(server, "load", lora_name=name, lora_path=str(folder), **fields)
+
+
+def unload(server, name):
+    return post(server, "unload", lora_name=name, lora_int_id=1)
 
 
 def names(server):
@@ -37,70 +40,74 @@ def names(server):
 def assert_serves(server, tiny, name, added):
     prompt = tiny.tokenizer.encode(PROMPT * 2)
     merged = tiny.tensors | {layer: tiny.tensors[layer] + more for layer, more in added.items()}
-    answer = complete(server, model=name, prompt=prompt, max_tokens=10)
-    assert answer.choices[0].text == tiny.tokenizer.decode(greedy(merged, prompt, 10))
+    for _ in range(2):  # the second time the prefix cache knows the prompt
+        answer = complete(server, model=name, prompt=prompt, max_tokens=10)
+        assert (answer.model, *texts(answer)) == (name, tiny.tokenizer.decode(greedy(merged, prompt, 10)))
+
+
+def test_a_request_names_an_adapter_as_its_model(server, tiny, adapters):
+    for name, added in (("model", {}), *((name, added) for name, (_, added) in adapters.items())):
+        assert_serves(server, tiny, name, added)
+    prompt = tiny.tokenizer.encode(PROMPT * 2)
+    assert len({*(texts(complete(server, model=name, prompt=prompt, max_tokens=10))[0] for name in names(server))}) == 3
 
 
 def test_an_adapter_is_loaded_replaced_and_unloaded(runtime_server, tiny, adapters, tmp_path):
     server, (folder, large) = runtime_server, adapters["large"]
-    added = {name: write_adapter(tmp_path / name, seed=5, rank=4, layers=("mlp.gate_proj",)) for name in ("a", "b")}
-    added["b"] = write_adapter(tmp_path / "b", seed=6, rank=2, layers=("self_attn.q_proj",))
-    loaded = post(server, "load", lora_name="new", lora_path=str(folder))
-    assert loaded == (200, "Success: LoRA adapter 'new' added successfully.")
+    first = write_adapter(tmp_path / "a", seed=5, rank=4, layers=("mlp.gate_proj",))
+    second = write_adapter(tmp_path / "b", seed=6, rank=2, layers=("self_attn.q_proj",))
+    assert load(server, "new", folder) == (200, "Success: LoRA adapter 'new' added successfully.")
     assert names(server) == ["model", "small", "new"]
     for name, merged in (("new", large), ("small", adapters["small"][1]), ("model", {})):
         assert_serves(server, tiny, name, merged)
     # The prefix cache forgets the prompts of the adapter that was replaced.
-    assert post(server, "load", lora_name="new", lora_path=str(tmp_path / "a"), load_inplace=True)[0] == 200
-    assert_serves(server, tiny, "new", added["a"])
-    unloaded = post(server, "unload", lora_name="new", lora_int_id=1)
-    assert unloaded == (200, "Success: LoRA adapter 'new' removed successfully.")
+    assert load(server, "new", tmp_path / "a", load_inplace=True)[0] == 200
+    assert_serves(server, tiny, "new", first)
+    assert unload(server, "new") == (200, "Success: LoRA adapter 'new' removed successfully.")
     assert names(server) == ["model", "small"]
-    assert ask(server.port, body=json.dumps({"prompt": "a", "model": "new"}))[0] == 404
-    assert post(server, "load", lora_name="other", lora_path=str(tmp_path / "b"))[0] == 200
-    assert_serves(server, tiny, "other", added["b"])
-    assert post(server, "unload", lora_name="other")[0] == 200
+    assert ask(server, body=body(model="new"))[0] == 404
+    assert load(server, "other", tmp_path / "b")[0] == 200
+    assert_serves(server, tiny, "other", second)
+    assert unload(server, "other")[0] == 200
 
 
 def test_a_slot_is_free_when_the_last_request_with_it_has_ended(runtime_server, adapters, monkeypatch):
-    engine, may_step = runtime_server.service.engine._engine, threading.Event()
+    server, folder = runtime_server, str(adapters["large"][0])
+    engine, may_step = server.engine._engine, threading.Event()
     step = engine.step
-    fields = dict(lora_path=str(adapters["large"][0]))
-    assert post(runtime_server, "load", lora_name="one", **fields)[0] == 200
+    assert load(server, "one", folder)[0] == 200
     monkeypatch.setattr(engine, "step", lambda: may_step.wait(60) and step())
-    stream = complete(runtime_server, model="one", max_tokens=4, stream=True)
-    assert post(runtime_server, "unload", lora_name="one")[0] == 200
-    status, headers, answer = ask(
-        runtime_server.port, "/v1/load_lora_adapter", json.dumps(fields | {"lora_name": "two"})
-    )
-    assert (status, headers["Retry-After"]) == (503, "1"), answer
+    stream = complete(server, model="one", max_tokens=4, stream=True)
+    assert unload(server, "one")[0] == 200
+    content = json.dumps(dict(lora_name="two", lora_path=folder))
+    status, headers, _ = ask(server, "/v1/load_lora_adapter", content)
+    assert (status, headers["Retry-After"]) == (503, "1")
     may_step.set()
     list(stream)
-    assert post(runtime_server, "load", lora_name="two", **fields)[0] == 200
-    assert post(runtime_server, "unload", lora_name="two")[0] == 200
+    assert load(server, "two", folder)[0] == 200
+    assert unload(server, "two")[0] == 200
 
 
 def test_an_adapter_that_cannot_be_loaded_is_refused(runtime_server, adapters, tmp_path):
     write_adapter(tmp_path / "rank", seed=0, rank=5, layers=("mlp.up_proj",))
     large = str(adapters["large"][0])
-    refused = [
-        (dict(lora_name="a"), 400, "The field 'lora_path' is missing."),
-        (dict(lora_name="small", lora_path=large), 400, "lora_name must be new"),
-        (dict(lora_name="model", lora_path=large, load_inplace=True), 400, "lora_name must be new"),
-        (dict(lora_name="a", lora_path="/nowhere"), 400, "/nowhere cannot be read as an adapter"),
-        (dict(lora_name="a", lora_path=str(tmp_path / "rank")), 400, "rank 5; --max-adapter-rank is 4."),
-        (dict(lora_name="a", lora_path=large, other=1), 400, "other is not supported here"),
-    ]
-    for fields, status, message in refused:
-        found, answer = post(runtime_server, "load", **fields)
-        assert (found, message in json.loads(answer)["error"]["message"]) == (status, True), answer
-    assert post(runtime_server, "unload", lora_name="a")[0] == 404
-    assert post(runtime_server, "load", lora_name="a", lora_path=large)[0] == 200
-    status, answer = post(runtime_server, "load", lora_name="b", lora_path=large)
+    for fields, message in (
+        (dict(lora_name="a"), "The field 'lora_path' is missing."),
+        (dict(lora_name="small", lora_path=large), "lora_name must be new"),
+        (dict(lora_name="model", lora_path=large, load_inplace=True), "lora_name must be new"),
+        (dict(lora_name="a", lora_path="/nowhere"), "/nowhere cannot be read as an adapter"),
+        (dict(lora_name="a", lora_path=str(tmp_path / "rank")), "rank 5; --max-adapter-rank is 4."),
+        (dict(lora_name="a", lora_path=large, other=1), "other is not supported here"),
+    ):
+        status, answer = post(runtime_server, "load", **fields)
+        assert (status, message in json.loads(answer)["error"]["message"]) == (400, True), answer
+    assert unload(runtime_server, "a")[0] == 404
+    assert load(runtime_server, "a", large)[0] == 200
+    status, answer = load(runtime_server, "b", large)
     assert (status, "All 2 adapters are loaded" in answer) == (400, True)
-    assert post(runtime_server, "unload", lora_name="a")[0] == 200
+    assert unload(runtime_server, "a")[0] == 200
     assert names(runtime_server) == ["model", "small"]
 
 
 def test_adapters_are_loaded_only_with_an_option(server, adapters):
-    assert post(server, "load", lora_name="a", lora_path=str(adapters["large"][0]))[0] == 404
+    assert load(server, "a", adapters["large"][0])[0] == 404

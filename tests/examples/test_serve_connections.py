@@ -1,7 +1,6 @@
 """Connections to examples/serve.py: clients that leave or close half of theirs, a full queue, draining, failures."""
 
 import contextlib
-import http.client
 import json
 import signal
 import socket
@@ -19,7 +18,7 @@ import openai
 
 import serve
 from lib import completions, http_server
-from tests.examples.serving import KEY, LONG, SIZES, ask, body, complete, head, running, wait_for
+from tests.examples.serving import KEY, LONG, SIZES, ask, body, complete, running, wait_for
 
 INTERRUPTIBLE = """
 import os, signal, sys
@@ -28,33 +27,43 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 
 
+@contextlib.contextmanager
+def connected(server):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        yield connection
+
+
+def send(connection, path="/v1/completions", content=b"", *lines):
+    """Sends a request; the default of `lines` is the content's length."""
+    lines = lines or (f"Content-Length: {len(content)}",)
+    lines = (f"POST {path} HTTP/1.1", "Host: here", f"Authorization: Bearer {KEY}", *lines)
+    connection.sendall("\r\n".join((*lines, "Content-Type: application/json", "", "")).encode() + content)
+
+
+def read_all(connection):
+    """The bytes until the server closes the connection."""
+    return b"".join(iter(lambda: connection.recv(4096), b"")).decode()
+
+
+def drain(server, number=signal.SIGTERM):
+    server.server.handle_exit(number, None)
+    wait_for(lambda: server.engine.is_draining)
+
+
 def test_a_client_that_leaves_gives_its_blocks_back(server, gate, monkeypatch):
     monkeypatch.setattr(http_server, "PROBE_SECONDS", 0.05)
-    engine = server.service.engine
+    engine = server.engine
     before = engine.finished["abort"]
-    streams = [complete(server, **LONG, stream=True) for _ in range(2)]
-    gone = [ask_only(server.port, body(**LONG)) for _ in range(2)]
-    wait_for(lambda: sum(bool(generation.requests) for generation in list(engine._open)) == 4)  # they are sent
-    for client in (*streams, *gone):
-        client.close()
-    wait_for(lambda: not server.server.server_state.tasks)  # while the engine stands still
+    with contextlib.ExitStack() as clients:
+        for _ in range(2):
+            clients.enter_context(complete(server, **LONG, stream=True))
+            send(clients.enter_context(connected(server)), content=body(**LONG).encode())
+        wait_for(lambda: sum(bool(generation.requests) for generation in list(engine._open)) == 4)  # they are sent
+    wait_for(lambda: not server.server.server_state.tasks)  # while the engine does no step
     gate.set()
     wait_for(lambda: engine.num_open == 0)
     assert engine.finished["abort"] == before + 4
     assert engine.stats.num_free_blocks == engine._engine._options.num_blocks - 1
-
-
-def ask_only(port, content):
-    """The connection of a client that has asked and reads no answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", port)
-    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    connection.request("POST", "/v1/completions", content, headers)
-    return connection
-
-
-def read_all(connection):
-    """What comes until the server closes the connection."""
-    return b"".join(iter(lambda: connection.recv(4096), b"")).decode()
 
 
 @pytest.mark.parametrize("closes", [(), ("Connection: close",)])
@@ -62,25 +71,24 @@ def read_all(connection):
 def test_a_half_closed_client_gets_its_answer(server, gate, monkeypatch, is_streamed, closes):
     monkeypatch.setattr(http_server, "PROBE_SECONDS", 0.05)
     content = body(max_tokens=4, stream=is_streamed).encode()
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
-        connection.sendall(head("/v1/completions", f"Content-Length: {len(content)}", *closes) + content)
+    with connected(server) as connection:
+        send(connection, "/v1/completions", content, f"Content-Length: {len(content)}", *closes)
         connection.shutdown(socket.SHUT_WR)
-        wait_for(lambda: server.service.engine.num_open == 1)
-        time.sleep(0.2)  # of probes
+        wait_for(lambda: server.engine.num_open == 1)
+        time.sleep(0.2)  # the time of four probes
         gate.set()
         answer = read_all(connection)
     before, _, answer = answer.rpartition("HTTP/1.1 200 OK")
     assert set(before.split("\r\n")) <= {"HTTP/1.1 100 ", "HTTP/1.1 100 Continue", ""}
     assert answer.endswith("data: [DONE]\n\n\r\n0\r\n\r\n" if is_streamed else "}")
-    assert server.service.engine.num_open == 0
+    assert server.engine.num_open == 0
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/health"])
 def test_a_body_of_two_lengths_is_refused_and_what_follows_is_not_read(server, path):
     smuggled = b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: here\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
-        lengths = f"Content-Length: {len(smuggled)}", "Transfer-Encoding: chunked"
-        connection.sendall(head(path, *lengths) + smuggled)
+    with connected(server) as connection:
+        send(connection, path, smuggled, f"Content-Length: {len(smuggled)}", "Transfer-Encoding: chunked")
         answer = read_all(connection)
     assert answer.startswith("HTTP/1.1 400 ")
     assert answer.count("HTTP/1.1") == 1
@@ -89,21 +97,20 @@ def test_a_body_of_two_lengths_is_refused_and_what_follows_is_not_read(server, p
 
 def test_a_full_queue_says_when_to_come_again(server, gate):
     streams = [complete(server, max_tokens=4, n=5, stream=True) for _ in range(2)]  # 4 seats, and 6 wait
-    status, headers, answer = ask(server.port, body=body())
+    status, headers, answer = ask(server, body=body())
     assert (status, headers["Retry-After"]) == (429, "1")
     assert json.loads(answer)["error"]["code"] == "queue_full"
     gate.set()
     assert all(list(stream)[-1].choices[0].finish_reason for stream in streams)
-    wait_for(lambda: server.service.engine.num_open == 0)
+    wait_for(lambda: server.engine.num_open == 0)
     assert complete(server, max_tokens=1).choices
 
 
 def test_draining_finishes_what_is_under_way_and_takes_nothing_new(service, gate):
     with running(service) as server:
         stream = complete(server, **LONG, stream=True)
-        server.server.handle_exit(signal.SIGTERM, None)
-        wait_for(lambda: server.service.engine.is_draining)
-        assert ask(server.port, "/health")[0] == 503
+        drain(server)
+        assert ask(server, "/health")[0] == 503
         with pytest.raises(openai.InternalServerError, match="The server is shutting down"):
             complete(server)
         gate.set()
@@ -118,13 +125,11 @@ def test_a_body_that_never_ends_does_not_delay_the_end(service, monkeypatch, cap
     monkeypatch.setattr(http_server, "FLUSH_SECONDS", 0.2 if num_signals == 1 else 60)
     with running(service) as server, contextlib.ExitStack() as stack:
         for _ in range(3):
-            connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60))
-            connection.sendall(head("/v1/completions", "Content-Length: 1000") + b"{")
+            send(stack.enter_context(connected(server)), "/v1/completions", b"{", "Content-Length: 1000")
         wait_for(lambda: len(server.server.server_state.tasks) == 3)
-        server.server.handle_exit(signal.SIGTERM, None)
-        wait_for(lambda: server.service.engine.is_draining)
+        drain(server)
         if num_signals == 2:
-            server.server.handle_exit(signal.SIGTERM, None)
+            drain(server)
         server.thread.join(30)
         assert not server.thread.is_alive()
     assert "Traceback" not in "".join(capfd.readouterr())
@@ -147,8 +152,8 @@ def test_draining_aborts_what_takes_too_long(service, gate):
     with running(service, drain_seconds=0.05) as server:
         stream = complete(server, **LONG, stream=True)
         wait_for(gate.is_reached)  # so the request has left the inbox
-        server.server.handle_exit(signal.SIGINT, None)
-        wait_for(lambda: not server.service.engine._inbox.empty())  # the abort
+        drain(server, signal.SIGINT)
+        wait_for(lambda: not server.engine._inbox.empty())  # the abort
         gate.set()
         assert list(stream)[-1].choices[0].finish_reason == "abort"
 
@@ -157,11 +162,11 @@ def test_draining_does_not_wait_for_a_prompt_that_is_read_too_long(service, monk
     read, encode = threading.Event(), completions.encode
     monkeypatch.setattr(completions, "encode", lambda service, ask: read.wait(60) and encode(service, ask))
     with running(service, drain_seconds=0.05) as server:
-        engine, statuses = server.service.engine, []
-        client = threading.Thread(target=lambda: statuses.append(ask(server.port, body=body())[0]))
+        engine, statuses = server.engine, []
+        client = threading.Thread(target=lambda: statuses.append(ask(server, body=body())[0]))
         client.start()
         wait_for(lambda: engine.num_open == 1)
-        server.server.handle_exit(signal.SIGTERM, None)
+        drain(server)
         wait_for(lambda: engine.num_open == 0)
         read.set()
         client.join(60)
@@ -188,4 +193,4 @@ def test_an_engine_that_fails_ends_the_server(service, monkeypatch, error):
             complete(server)
         server.thread.join(60)
         assert not server.thread.is_alive()
-        assert str(server.service.engine.failure) == "out of memory"
+        assert str(server.engine.failure) == "out of memory"

@@ -3,29 +3,28 @@
 import numpy as np
 import pytest
 
-pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
-
-from tests.examples.serving import PROMPT, chat, complete
+from tests.examples.serving import PROMPT, chat, complete, text_of, texts
 from tests.examples.tiny_checkpoint import VOCAB, greedy, next_logits
 
 
+def logprobs_after(tiny, tokens):
+    logits = next_logits(tiny.tensors, tokens)
+    return logits - np.logaddexp.reduce(logits)
+
+
+def entries_of(chunks):
+    """The entries of a chat's stream."""
+    return [entry for chunk in chunks for entry in chunk.choices[0].logprobs.content]
+
+
 def test_logprobs_are_those_of_the_tokens(server, tiny):
-    answer = complete(server, max_tokens=6, logprobs=0).choices[0]
+    found = complete(server, max_tokens=6, logprobs=0).choices[0].logprobs
     prompt = tiny.tokenizer.encode(PROMPT)
     tokens = greedy(tiny.tensors, prompt, 6)
-    for i, (token, logprob) in enumerate(zip(tokens, answer.logprobs.token_logprobs, strict=True)):
-        logits = next_logits(tiny.tensors, prompt + tokens[:i])
-        assert logprob == pytest.approx(logits[token] - np.logaddexp.reduce(logits), abs=1e-3)
-    assert answer.logprobs.tokens == [tiny.tokenizer.token_text(token) for token in tokens]
-    assert answer.logprobs.text_offset[0] == 0
-    content = chat(server, max_tokens=6, logprobs=True).choices[0].logprobs.content
-    streamed = chat(server, max_tokens=6, logprobs=True, stream=True)
-    pieces = [chunk.choices[0].logprobs.content for chunk in streamed]
-    entries = [entry for piece in pieces for entry in piece]
-    assert [entry.logprob for entry in entries] == pytest.approx([entry.logprob for entry in content], abs=1e-4)
-    assert [(entry.token, entry.bytes) for entry in entries] == [(entry.token, entry.bytes) for entry in content]
-    assert len(content) == 6
+    for i, (token, logprob) in enumerate(zip(tokens, found.token_logprobs, strict=True)):
+        assert logprob == pytest.approx(logprobs_after(tiny, prompt + tokens[:i])[token], abs=1e-3)
+    assert found.tokens == [tiny.tokenizer.token_text(token) for token in tokens]
+    assert (found.text_offset[0], found.top_logprobs) == (0, None)
 
 
 def test_the_bytes_of_all_tokens_are_the_text(server):
@@ -36,24 +35,21 @@ def test_the_bytes_of_all_tokens_are_the_text(server):
     assert any(entry.token.startswith("bytes:") for entry in content)
     assert bytes(byte for entry in content for byte in entry.bytes).decode(errors="replace") == choice.message.content
     assert all(other.bytes is not None for entry in content for other in entry.top_logprobs)
-    streamed = [entry for chunk in chat(server, stream=True, **options) for entry in chunk.choices[0].logprobs.content]
-    assert [entry.bytes for entry in streamed] == [entry.bytes for entry in content]
+    streamed = entries_of(chat(server, stream=True, **options))
+    assert [(entry.token, entry.bytes) for entry in streamed] == [(entry.token, entry.bytes) for entry in content]
 
 
 def likely(tiny, tokens, count):
     """By its text: the logprobs of the `count` most likely tokens after these, and of one more token."""
-    logits = next_logits(tiny.tensors, tokens[:-1])
-    logprobs = logits - np.logaddexp.reduce(logits)
-    order = [*np.argsort(-logits)[:count].tolist(), tokens[-1]]
+    logprobs = logprobs_after(tiny, tokens[:-1])
+    order = [*np.argsort(-logprobs)[:count].tolist(), tokens[-1]]
     return {tiny.tokenizer.token_text(token): pytest.approx(logprobs[token], abs=1e-3) for token in reversed(order)}
 
 
 def joined(pieces):
     """The fields of logprobs of a completion's stream, each as one list."""
     parts = [chunk.choices[0].logprobs.model_dump() for chunk in pieces]
-    return {
-        name: None if parts[0][name] is None else [entry for part in parts for entry in part[name]] for name in parts[0]
-    }
+    return {name: [entry for part in parts for entry in part[name]] for name in parts[0]}
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -63,8 +59,7 @@ def test_top_logprobs_are_those_of_the_model(server, tiny, count):
     found = complete(server, **options).choices[0].logprobs
     for text, logprob, entries in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
         with_text = [token for token in range(VOCAB) if tiny.tokenizer.token_text(token) == text]
-        logits = next_logits(tiny.tensors, tokens)
-        logprobs = logits - np.logaddexp.reduce(logits)
+        logprobs = logprobs_after(tiny, tokens)
         tokens.append(min(with_text, key=lambda token: abs(logprobs[token] - logprob)))
         assert entries == likely(tiny, tokens, count)
     assert any(len(entries) > count for entries in found.top_logprobs)
@@ -76,13 +71,13 @@ def test_top_logprobs_are_those_of_the_model(server, tiny, count):
         assert entry.top_logprobs[0].model_dump() == entry.model_dump(exclude={"top_logprobs"})
         assert len(entry.top_logprobs) == count
         assert sorted(entry.top_logprobs, key=lambda other: -other.logprob) == entry.top_logprobs
-    assert joined(chat(server, stream=True, **options))["content"] == [entry.model_dump() for entry in content]
+    assert entries_of(chat(server, stream=True, **options)) == content
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 5])
 @pytest.mark.parametrize("is_text", [True, False])
 def test_an_echo_has_the_logprobs_of_the_prompt(server, tiny, max_tokens, is_text):
-    """What lm-eval's local-completions asks for, several prompts at once; the second time they are cached."""
+    """As lm-eval's local-completions does, with several prompts at once; the second time they are cached."""
     prompts = [PROMPT, "a", "The quick brown"]
     ids = [tiny.tokenizer.encode(prompt) for prompt in prompts]
     options = dict(prompt=prompts if is_text else ids, max_tokens=max_tokens, echo=True)
@@ -100,13 +95,13 @@ def test_an_echo_has_the_logprobs_of_the_prompt(server, tiny, max_tokens, is_tex
                 assert found.token_logprobs[i] == found.top_logprobs[i][found.tokens[i]]
             for begin, token in zip(found.text_offset, found.tokens, strict=True):
                 assert choice.text[begin:].startswith(token) or token.startswith("bytes:")
-    assert [choice.text for choice in complete(server, **options).choices] == [choice.text for choice in answer.choices]
+    assert texts(complete(server, **options)) == texts(answer)
 
 
 @pytest.mark.parametrize("max_tokens", [0, 5])
 def test_an_echo_and_its_completion_share_a_character(server, tiny, max_tokens):
     prompt = tiny.tokenizer.encode("caf\u00e9")[:-1]
-    (choice,) = complete(server, prompt=prompt, max_tokens=max_tokens, echo=True, logprobs=1).choices
+    choice = complete(server, prompt=prompt, max_tokens=max_tokens, echo=True, logprobs=1).choices[0]
     assert choice.text == tiny.tokenizer.decode(prompt + greedy(tiny.tensors, prompt, max_tokens))
     assert choice.logprobs.text_offset[: len(prompt)] == [0, 1, 2, 3]
 
@@ -117,7 +112,7 @@ def test_a_streamed_echo_says_the_same(server):
     chunks = list(complete(server, logprobs=2, stream=True, **options))
     for choice in whole:
         own = [chunk for chunk in chunks if chunk.choices[0].index == choice.index]
-        assert "".join(chunk.choices[0].text for chunk in own) == choice.text
+        assert text_of(own) == choice.text
         assert choice.text.startswith(PROMPT)
         assert joined(own) == choice.logprobs.model_dump()
     stopped = complete(server, max_tokens=30, echo=True, stop=[PROMPT[:3], whole[0].text[len(PROMPT) :][2:4]])

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -12,13 +11,10 @@ pytest.importorskip("uvicorn")
 
 from jaxpaged import Completion, RequestOutput
 from lib.engine_thread import Generation
-from lib.openai_answers import Answer, TokenForms, make_usage
-from lib.openai_forms import read_ask
+from lib.openai_answers import Answer
 from lib.pieces import Pieces
 from lib.service import Service
-from tests.examples.serving import chat_body
-
-NAMES = {"model": None}
+from tests.examples.serving import chat_body, read
 
 
 @pytest.fixture(scope="module")
@@ -26,21 +22,19 @@ def thinker(tiny):
     """A service whose tokenizer has the marks of a reasoning."""
     tokenizer = type(tiny.tokenizer.tokenizer).from_str(tiny.tokenizer.tokenizer.to_str())
     tokenizer.add_special_tokens(["<think>", "</think>"])
-    checkpoint = SimpleNamespace(tokenizer=dataclasses.replace(tiny.tokenizer, tokenizer=tokenizer))
+    checkpoint = SimpleNamespace(config=tiny.config, tokenizer=dataclasses.replace(tiny.tokenizer, tokenizer=tokenizer))
     return Service(SimpleNamespace(), checkpoint, ("model",), max_model_len=100)
 
 
 def parts(service, text, prompt="", **fields):
     """The answer's messages or deltas, if the model says this text token by token."""
-    ask = read_ask(chat_body(**fields).encode(), names=NAMES, is_chat=True, vocab_size=310)
+    ask = read(chat_body(**fields), service, is_chat=True)
     encode = service.checkpoint.tokenizer.encode
-    prompts, tokens = [encode(f"a{prompt}")], encode(text)
+    tokens = encode(text)
 
     async def answer():
-        generation = Generation(1, [1], [(prompts[0], ask.params)])
-        usage = make_usage(len(prompts[0]))
-        answer = Answer(ask, prompts, usage, TokenForms(service.checkpoint.tokenizer), "1")
-        pieces = aiter(Pieces(service, ask, generation, usage, 0.0))
+        generation = Generation([1], [(encode(f"a{prompt}"), ask.params)])
+        answer = Answer(Pieces(service, ask, generation, 0.0), "1")
 
         async def generate():
             for end in range(1, len(tokens) + 1):
@@ -52,9 +46,9 @@ def parts(service, text, prompt="", **fields):
 
         generating = asyncio.ensure_future(generate())
         if ask.is_streamed:
-            found = [json.loads(json.dumps(chunk))["choices"][0]["delta"] async for chunk in answer.chunks(pieces)]
+            found = [chunk["choices"][0]["delta"] async for chunk in answer.chunks()]
         else:
-            found = [(await answer.whole(pieces))["choices"][0]["message"]]
+            found = [(await answer.whole())["choices"][0]["message"]]
         await generating
         return found
 
@@ -65,12 +59,7 @@ def parts(service, text, prompt="", **fields):
 def test_the_reasoning_is_not_in_the_content(thinker, prompt):
     text = f"{'' if prompt else '<think>'}first: \u00fc</think>then"
     (message,) = parts(thinker, text, prompt)
-    assert message == {
-        "role": "assistant",
-        "content": "then",
-        "refusal": None,
-        "reasoning_content": "first: \u00fc",
-    }
+    assert message == dict(role="assistant", content="then", refusal=None, reasoning_content="first: \u00fc")
     deltas = parts(thinker, text, prompt, stream=True)
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "first: \u00fc"
     assert "".join(delta.get("content", "") for delta in deltas) == "then"

@@ -4,63 +4,69 @@ import json
 
 import pytest
 
-pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
-
-import openai
-
 from lib.chat_template import ChatTemplateError, RendererBusyError
-from lib.openai_forms import read_ask
-from tests.examples.serving import KEY, ask, body, chat_body, complete
+from tests.examples.serving import KEY, ask, body, chat_body, read
 
+# Bodies, messages, and the fields that the errors name, by default the first word of the message.
 REFUSED = [
-    ("", 400, "must be a JSON object"),
-    ("[1]", 400, "must be a JSON object"),
-    ("[" * 4000, 400, "must be a JSON object"),
-    (b"\xff{}", 400, "must be a JSON object"),
-    (f'{{"model": "model", "prompt": "a", "seed": {"1" * 4500}}}', 400, "must be a JSON object"),
-    ('{"model": "model"}', 400, "The field 'prompt' is missing."),
-    (body(model="gpt-9"), 404, "The model 'gpt-9' does not exist here"),
-    (body(model=7), 400, "model must be a text; got 7."),
-    (body(prompt=""), 400, "The prompt holds no token."),
-    (body(prompt=[]), 400, "prompt must be a text, a list of token ids, or a list of these."),
-    (body(prompt=[[1], [2.5]]), 400, "prompt must be a text, a list of token ids, or a list of these."),
-    (body(prompt=[1, 300]), 400, "prompt must hold token ids from 0 to 299."),
-    (body(prompt=["a"] * 11), 400, "at most 10 completions here; got 11."),
-    (body(prompt="\ud800"), 400, "prompt must be Unicode"),
-    (body(prompt="a" * 200), 400, "has 200 tokens and asks for 1 more; a request has at most 128 together here."),
-    (body(max_tokens=128), 400, "has 1 tokens and asks for 128 more; a request has at most 128 together here."),
-    (body(max_tokens=0), 400, "max_tokens must be a whole number from 1 to"),
-    (body(max_tokens=10**30), 400, "max_tokens must be a whole number from 1 to"),
-    (body(max_tokens=True), 400, "max_tokens must be a whole number from 1 to"),
-    (body(max_tokens="4"), 400, "max_tokens must be a whole number from 1 to"),
-    (body(temperature=float("nan")), 400, "temperature must be a number from 0 to 2; got nan."),
-    (body(temperature=-1), 400, "temperature must be a number from 0 to 2; got -1."),
-    (body(temperature=10**400), 400, "temperature must be a number from 0 to 2; got 1000"),
-    (body(top_p=1.01), 400, "top_p must be a number from 0 to 1; got 1.01."),
-    (body(top_k=-2), 400, "top_k must be a whole number from -1 to 300; got -2."),
-    (body(min_p=1.5), 400, "min_p must be a number from 0 to 1; got 1.5."),
-    (body(seed=2**63), 400, "seed must be a whole number from -9223372036854775808 to 9223372036854775807"),
-    (body(n=0), 400, "n must be a whole number from 1 to 16; got 0."),
-    (body(stop=["a"] * 33), 400, "stop must be a text or at most 32 texts"),
-    (body(stop=""), 400, "stop must be a text or at most 32 texts"),
-    (body(stop_token_ids=[300]), 400, "stop_token_ids must be at most 16 token ids from 0 to 299."),
-    (body(stop_token_ids=[1] * 17), 400, "stop_token_ids must be at most 16 token ids from 0 to 299."),
-    (body(messages=[]), 400, "messages is not supported here: send it to /v1/chat/completions."),
-    (body(min_tokens=2), 400, "min_tokens is not supported here; ignore_eos with max_tokens gives an exact number"),
-    (body(response_format={"type": "json_object"}), 400, 'response_format is supported only as {"type": "text"}'),
-    (body(repetition_penalty=1.1), 400, "repetition_penalty is not supported here; leave it out."),
-    (body(best_of=2), 400, "best_of is not supported here; leave it out."),
-    (body(echo=1), 400, "echo must be true or false; got 1."),
-    (body(logit_bias={"1": 5}), 400, "logit_bias is not supported here; leave it out."),
-    (body(**{"a\n\ud800": 1}), 400, r"'a\n\ud800' is not supported here; leave it out."),
-    (body(logprobs=6), 400, "logprobs must be a whole number from 0 to 5, the server's --max-logprobs; got 6."),
-    (body(logprobs=True), 400, "logprobs must be a whole number from 0 to 5; got True."),
-    (body(top_logprobs=1), 400, "top_logprobs is not supported here; leave it out."),
-    (body(stream_options={"include_usage": True}), 400, "stream_options goes with stream."),
-    (body(stream="yes"), 400, "stream must be true or false; got 'yes'."),
-    ("x" * 5001, 413, "The body must be at most 5000 bytes."),
+    ("", "must be a JSON object", None),
+    ("[1]", "must be a JSON object", None),
+    ("[" * 4000, "must be a JSON object", None),
+    (b"\xff{}", "must be a JSON object", None),
+    (f'{{"model": "model", "prompt": "a", "seed": {"1" * 4500}}}', "must be a JSON object", None),
+    ('{"model": "model"}', "The field 'prompt' is missing.", "prompt"),
+    (body(model=7), "model must be a text; got 7."),
+    (body(prompt=""), "The prompt holds no token.", "prompt"),
+    (body(prompt=[]), "prompt must be a text, a list of token ids, or a list of these."),
+    (body(prompt=[[1], [2.5]]), "prompt must be a text, a list of token ids, or a list of these."),
+    (body(prompt=[1, 300]), "prompt must hold token ids from 0 to 299."),
+    (body(prompt=["a"] * 11), "at most 10 completions here; got 11.", "n"),
+    (body(prompt="\ud800"), "prompt must be Unicode"),
+    (
+        body(prompt="a" * 200),
+        "has 200 tokens and asks for 1 more; a request has at most 128 together here.",
+        "prompt",
+    ),
+    (
+        body(max_tokens=128),
+        "has 1 tokens and asks for 128 more; a request has at most 128 together here.",
+        "prompt",
+    ),
+    (body(max_tokens=0), "max_tokens must be a whole number from 1 to"),
+    (body(max_tokens=10**30), "max_tokens must be a whole number from 1 to"),
+    (body(max_tokens=True), "max_tokens must be a whole number from 1 to"),
+    (body(max_tokens="4"), "max_tokens must be a whole number from 1 to"),
+    (body(temperature=float("nan")), "temperature must be a number from 0 to 2; got nan."),
+    (body(temperature=-1), "temperature must be a number from 0 to 2; got -1."),
+    (body(temperature=10**400), "temperature must be a number from 0 to 2; got 1000"),
+    (body(top_p=1.01), "top_p must be a number from 0 to 1; got 1.01."),
+    (body(top_k=-2), "top_k must be a whole number from -1 to 300; got -2."),
+    (body(min_p=1.5), "min_p must be a number from 0 to 1; got 1.5."),
+    (body(seed=2**63), "seed must be a whole number from -9223372036854775808 to 9223372036854775807"),
+    (body(n=0), "n must be a whole number from 1 to 16; got 0."),
+    (body(stop=["a"] * 33), "stop must be a text or at most 32 texts"),
+    (body(stop=""), "stop must be a text or at most 32 texts"),
+    (body(stop_token_ids=[300]), "stop_token_ids must be at most 16 token ids from 0 to 299."),
+    (body(stop_token_ids=[1] * 17), "stop_token_ids must be at most 16 token ids from 0 to 299."),
+    (body(messages=[]), "messages is not supported here: send it to /v1/chat/completions."),
+    (body(min_tokens=2), "min_tokens is not supported here; ignore_eos with max_tokens gives an exact number"),
+    (body(response_format={"type": "json_object"}), 'response_format is supported only as {"type": "text"}'),
+    (body(repetition_penalty=1.1), "repetition_penalty is not supported here; leave it out."),
+    (body(best_of=2), "best_of is not supported here; leave it out."),
+    (body(echo=1), "echo must be true or false; got 1."),
+    (body(logit_bias={"1": 5}), "logit_bias is not supported here; leave it out."),
+    (body(**{"a\n\ud800": 1}), r"'a\n\ud800' is not supported here; leave it out.", "'a\\n\\ud800'"),
+    (body(logprobs=6), "logprobs must be a whole number from 0 to 5, the server's --max-logprobs; got 6."),
+    (body(logprobs=True), "logprobs must be a whole number from 0 to 5; got True."),
+    (body(max_completion_tokens=1), "max_completion_tokens is not supported here; leave it out."),
+    (body(top_logprobs=1), "top_logprobs is not supported here; leave it out."),
+    (body(stream_options={"include_usage": True}), "stream_options goes with stream."),
+    (body(stream="yes"), "stream must be true or false; got 'yes'."),
 ]
+
+
+def messages(**fields):
+    return chat_body(messages=[{"role": "user", "content": "a"}, fields])
 
 
 REFUSED_CHATS = [
@@ -73,83 +79,66 @@ REFUSED_CHATS = [
     (chat_body(tool_choice="required"), 'tool_choice is supported only with tool_choice "none"'),
     (chat_body(tools=7), "tools must be a list of objects."),
     (chat_body(add_generation_prompt=False), "add_generation_prompt must be true, or false with continue_final"),
-    (chat_body(chat_template_kwargs=[]), "expected a JSON object; got []."),
+    (chat_body(chat_template_kwargs=[]), "expected a JSON object; got [].", "chat_template_kwargs"),
     (chat_body(top_logprobs=1), "top_logprobs goes with logprobs: true."),
     (chat_body(logprobs=1), "logprobs must be true or false; got 1."),
     (chat_body(echo=True), "echo is not supported here; leave it out."),
-    (json.dumps({"model": "model", "messages": []}), "messages must be a list of at least one message."),
-    (json.dumps({"model": "model", "messages": ["hi"]}), "expected a JSON object; got 'hi'."),
-    (json.dumps({"model": "model", "messages": [{"role": "user"}]}), "The field 'content' is missing."),
     (
-        json.dumps({"model": "model", "messages": [{"role": "other", "content": "a"}]}),
+        chat_body(stream=True, stream_options={"include_usage": 1}),
+        "include_usage must be true or false; got 1.",
+        "stream_options.include_usage",
+    ),
+    (chat_body(messages=[]), "messages must be a list of at least one message."),
+    (chat_body(messages=["hi"]), "expected a JSON object; got 'hi'.", "messages[0]"),
+    (messages(role="user"), "The field 'content' is missing.", "messages[1].content"),
+    (
+        messages(role="other", content="a"),
         "role must be one of developer, system, user, assistant, tool; got 'other'.",
+        "messages[1].role",
     ),
     (
-        json.dumps({"model": "model", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+        messages(role="user", content=[{"type": "image_url"}]),
         "content must be a text, or a list of parts of the type text.",
+        "messages[1].content",
+    ),
+    (messages(role="user", content=[{"type": "text"}]), "The field 'text' is missing.", "messages[1].content[0].text"),
+    (
+        messages(role="assistant", tool_calls=[{"function": {"arguments": "a"}}]),
+        "arguments must be the JSON of an object.",
+        "messages[1].tool_calls[0].function.arguments",
     ),
 ]
 
 
 def test_what_clients_of_openai_and_vllm_send_is_read():
-    options = dict(names={"model": None}, vocab_size=300)
-    ask = read_ask(body(seed=-1, top_k=-1).encode(), is_chat=False, **options)
-    assert (ask.params.seed, ask.params.top_k) == (2**32 - 1, 0)
-    chat = json.dumps({"model": "model", "messages": [{"role": "developer", "content": "a"}]}).encode()
-    ask = read_ask(chat, is_chat=True, **options)
-    assert read_ask(b'{"prompt": "a"}', is_chat=False, **options).prompts == ["a"]
-    assert ask.conversation.messages == [{"role": "system", "content": "a"}]
+    params = read(body(seed=-1, top_k=-1)).params
+    assert (params.seed, params.top_k) == (2**32 - 1, 0)
+    assert read('{"prompt": "a"}').prompts == ["a"]
+    conversation = read(chat_body(messages=[{"role": "developer", "content": "a"}]), is_chat=True).conversation
+    assert conversation["messages"] == [{"role": "system", "content": "a"}]
 
 
 def test_what_cannot_be_answered_is_refused_in_one_sentence(server, capfd):
-    refused = [("/v1/completions", *row) for row in REFUSED]
-    refused += [("/v1/chat/completions", content, 400, message) for content, message in REFUSED_CHATS]
-    refused += [("/v1/nothing", "{}", 404, "Not Found."), ("/health", "{}", 405, "Method Not Allowed.")]
-    for path, content, status, message in refused:
-        found, _, answer = ask(server.port, path, content)
+    text, chat = "/v1/completions", "/v1/chat/completions"
+    refused = [(path, 400, *row) for path, rows in ((text, REFUSED), (chat, REFUSED_CHATS)) for row in rows]
+    refused += [
+        (text, 404, body(model="gpt-9"), "The model 'gpt-9' does not exist here", "model"),
+        (text, 413, "x" * 5001, "The body must be at most 5000 bytes.", None),
+        ("/v1/nothing", 404, "{}", "Not Found.", None),
+        ("/health", 405, "{}", "Method Not Allowed.", None),
+    ]
+    for path, status, content, message, *param in refused:
+        found, _, answer = ask(server, path, content)
         error = json.loads(answer)["error"]
         assert (found, message in error["message"]) == (status, True), (content[:100], answer)
+        assert [error["param"]] == (param or [message.split()[0]]), answer
         assert error["message"].count("\n") == 0
         assert error["message"].endswith(".")
         assert error["type"] == "invalid_request_error"
-    assert ask(server.port, body=body(), **{"Content-Type": "text/plain"})[0] == 415
-    assert "GET" in ask(server.port, "/health", "{}")[1]["Allow"]
-    assert server.service.engine.num_open == 0
-    with pytest.raises(openai.BadRequestError, match="best_of is not supported"):
-        complete(server, best_of=2)
+    assert ask(server, body=body(), **{"Content-Type": "text/plain"})[0] == 415
+    assert "GET" in ask(server, "/health", "{}")[1]["Allow"]
+    assert server.engine.num_open == 0
     assert "Traceback" not in "".join(capfd.readouterr())
-
-
-def messages(*roles):
-    return [{"role": role, "content": "a"} for role in roles]
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        (dict(prompt="a", temperature=-1), "temperature"),
-        (dict(), "prompt"),
-        (dict(prompt="a", model="other"), "model"),
-        (dict(prompt="a", best_of=2), "best_of"),
-        (dict(prompt="a" * 200), "prompt"),
-        (dict(prompt=["a"] * 11), "n"),
-        (dict(prompt="a", stream=True, stream_options={"include_usage": 1}), "stream_options.include_usage"),
-        (dict(messages=messages("user"), top_logprobs=1), "top_logprobs"),
-        (dict(messages=messages("user", "other")), "messages[1].role"),
-        (dict(messages=[{"role": "user"}]), "messages[0].content"),
-        (dict(messages=["a"]), "messages[0]"),
-        (dict(messages=[{"role": "user", "content": [{"type": "text"}]}]), "messages[0].content[0].text"),
-        (dict(messages=messages("user"), tools=[{}]), "tools"),
-        (
-            dict(messages=[{"role": "assistant", "tool_calls": [{"function": {"arguments": "a"}}]}]),
-            "messages[0].tool_calls[0].function.arguments",
-        ),
-    ],
-)
-def test_an_error_names_its_field(server, fields, param):
-    path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
-    status, _, answer = ask(server.port, path, json.dumps(fields))
-    assert (status // 100, json.loads(answer)["error"]["param"]) == (4, param)
 
 
 @pytest.mark.parametrize(
@@ -162,21 +151,21 @@ def test_a_busy_machine_is_not_the_client_s_fault(server, monkeypatch, error, st
 
     monkeypatch.setattr(type(server.service.checkpoint.tokenizer), "encode_conversations", encode_conversations)
     for path in ("/v1/chat/completions", "/tokenize"):
-        found, headers, answer = ask(server.port, path, chat_body())
+        found, headers, answer = ask(server, path, chat_body())
         assert (found, headers["Retry-After"]) == (status, retry_after)
         assert json.loads(answer)["error"]["message"] == str(error)
-    assert server.service.engine.num_open == 0
+    assert server.engine.num_open == 0
 
 
 def test_a_key_is_asked_for_where_there_is_one(server):
-    for path, content in (("/v1/completions", body()), ("/v1/models", None)):
+    for path, content in (
+        ("/v1/completions", body()),
+        ("/tokenize", "{}"),
+        ("/detokenize", "{}"),
+        ("/v1/models", None),
+    ):
         for key in ("Bearer wrong", "", KEY, "Bearer \u00e9"):
-            status, _, answer = ask(server.port, path, content, Authorization=key)
-            assert status == 401
-            assert json.loads(answer)["error"]["code"] == "invalid_api_key"
-    assert ask(server.port, "/health", Authorization="")[0] == 200
-    assert [model.id for model in server.client.models.list()] == ["model", "small", "large"]
-    assert server.client.models.retrieve("model").id == "model"
-    with pytest.raises(openai.NotFoundError):
-        server.client.models.retrieve("other")
-    assert ask(server.port, "/v1/models", Authorization=f"bearer {KEY}")[0] == 200  # the scheme has no case
+            status, _, answer = ask(server, path, content, Authorization=key)
+            assert (status, json.loads(answer)["error"]["code"]) == (401, "invalid_api_key")
+    assert ask(server, "/health", Authorization="")[0] == 200
+    assert ask(server, "/v1/models", Authorization=f"bearer {KEY}")[0] == 200  # the scheme has no case

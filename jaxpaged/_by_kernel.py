@@ -1,31 +1,122 @@
-"""A call of a kernel, which XLA cannot partition: it would silently gather every array on each device.
+"""Calls of kernels: which kernel computes a call, under every transformation of JAX.
 
-What the call becomes is decided when it is lowered, which is when its platform and its devices are known.
+XLA cannot partition a kernel: it would silently gather every array on each device. Whether the kernel or XLA computes a
+call is decided when it is lowered, which is when its platform and its devices are known.
 """
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from jaxpaged._device import Gpu
+from pallas_kernels.common.interface import Hints, Kernel
+
+Implementation = Literal["mosaic_gpu", "xla"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticHints(Hints):
+    """Static facts about a call, besides its shapes."""
+
+    implementation: Implementation | None = None  # named: nothing else may compute the call
+
+
+NO_HINTS = StaticHints()
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A kernel, and how it computes a call. It holds no array, so that a jitted function can be keyed on it."""
+
+    kernel: Kernel
+    config: Any  # the kernel's own
+    falls_back: bool = False  # whether XLA computes it if it is lowered for another platform
+    interpret: Any = None  # of `plgpu.kernel`, for interpret mode; None: for a GPU
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """No kernel computes the call."""
+
+    message: str  # names the limit and what was received
+    is_told: bool = (
+        True  # whether a caller who named no implementation is warned: a kernel could compute
+    )
+
+    @property
+    def reason(self) -> str:
+        """The message without what was received, the same for all calls beyond one limit."""
+        return self.message.partition("; got ")[0]
+
+
+def choose(call: Any, gpu: Gpu, hints: StaticHints, kernels: tuple[Kernel, ...]) -> Choice | Refusal:
+    """The first kernel without limits for the call, or the reason of the last. Reads no array: shapes, dtypes, and
+    which options there are."""
+    reason = None
+    for kernel in kernels:
+        reason = next(kernel.limits(call, gpu, hints), None)
+        if reason is None:
+            return Choice(kernel, kernel.configure(call, gpu, hints), falls_back=hints.implementation is None)
+    return Refusal(reason or "there is no kernel.", is_told=gpu.has_kernels)
+
+
+def computed_by_kernel[Result](
+    launch: Callable[..., Result],  # (choice, *arrays) -> results
+    elsewhere: Callable[..., Result],  # the same, by XLA
+    tangents: Callable[..., tuple[Result, Result]],  # (choice, primals, tangents) -> results and their tangents
+    *,
+    refusal: str | None = None,
+    can_be_mapped: bool = True,
+) -> Callable[..., Result]:
+    """The function of a choice and arrays that `launch` computes, with all that JAX's transformations need: `jit`,
+    `vmap`, `grad`, other platforms, several devices, and interpret mode. See `by_kernel` for `refusal` and
+    `can_be_mapped`."""
+
+    # Jitted by itself: otherwise every layer of a model lowers the kernel again, 0.4 s each.
+    @functools.partial(jax.jit, static_argnums=0)
+    @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+    def run(choice: Choice, *arrays: Any) -> Result:
+        kernel = functools.partial(in_mode, choice)
+        if choice.interpret is not None:
+            return kernel(*arrays)
+        by_xla = functools.partial(elsewhere, choice)
+        return by_kernel(kernel, by_xla, *arrays, refusal=refusal, can_be_mapped=can_be_mapped)
+
+    def in_mode(choice: Choice, *arrays: Any) -> Result:
+        from pallas_kernels.common.interpret import interpret_mode  # here, so that only its callers import Mosaic
+
+        with interpret_mode(choice.interpret):
+            return launch(choice, *arrays)
+
+    run.__wrapped__.defjvp(tangents)  # type: ignore[attr-defined]
+    return run
+
 
 def by_kernel[Result](
-    kernel: Callable[..., Result], elsewhere: Callable[..., Result], *arguments: Any, refusal: str | None = None
+    kernel: Callable[..., Result],
+    elsewhere: Callable[..., Result],
+    *arguments: Any,
+    refusal: str | None = None,
+    can_be_mapped: bool = True,
 ) -> Result:
     """`kernel(*arguments)` if it is lowered for CUDA, `elsewhere(*arguments)` for other platforms.
 
     If XLA partitions the program over devices, it is `elsewhere` too, or with a `refusal` `NotImplementedError`. Inside
-    `jax.shard_map`, with check_vma or without, each device runs the kernel on its own part.
+    `jax.shard_map`, with check_vma or without, each device runs the kernel on its own part. Under `jax.vmap` it is
+    `elsewhere` if the kernel cannot be mapped.
     """
     leaves, tree = jax.tree.flatten(arguments)
 
     def on_leaves(function: Callable[..., Result]) -> Callable[..., list[jax.Array]]:
         return lambda *leaves: jax.tree.leaves(function(*jax.tree.unflatten(tree, leaves)))
 
-    # Pallas takes no types that vary over a mesh axis: the kernel gets types that do not say it.
+    # Pallas accepts no types that vary over a mesh axis: the kernel gets types that do not say it.
     varying = frozenset[Any]().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     results = jax.eval_shape(lambda *leaves: kernel(*jax.tree.unflatten(tree, leaves)), *types)
@@ -34,6 +125,7 @@ def by_kernel[Result](
         kernel=on_leaves(kernel),
         elsewhere=on_leaves(elsewhere),
         refusal=refusal,
+        can_be_mapped=can_be_mapped,
         out_types=tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in jax.tree.leaves(results)),
     )
     if varying:
@@ -50,10 +142,20 @@ def _types_of_results(*_: Any, out_types: tuple, **__: Any) -> list[Any]:
     return list(out_types)
 
 
-def _batch(arrays: Any, axes: Any, *, kernel: Callable, elsewhere: Callable, refusal: str | None, **_: Any) -> tuple:
+def _batch(
+    arrays: Any,
+    axes: Any,
+    *,
+    kernel: Callable,
+    elsewhere: Callable,
+    refusal: str | None,
+    can_be_mapped: bool,
+    **_: Any,
+) -> tuple:
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
-    mapped = [jax.vmap(function, in_axes=tuple(axes), axis_size=size) for function in (kernel, elsewhere)]
-    outs = by_kernel(*mapped, *arrays, refusal=refusal)
+    functions = kernel if can_be_mapped else elsewhere, elsewhere
+    mapped = [jax.vmap(function, in_axes=tuple(axes), axis_size=size) for function in functions]
+    outs = by_kernel(*mapped, *arrays, refusal=refusal, can_be_mapped=can_be_mapped)
     return outs, [0] * len(outs)
 
 

@@ -13,12 +13,12 @@ from jax.typing import DTypeLike
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._attention.attend import attend_to_history
 from jaxpaged._attention.attention_step import AttentionStep, check_one_group
-from jaxpaged._attention.choose import Implementation
 from jaxpaged._attention.dense_step import DenseStep
 from jaxpaged._attention.merge import merge_attention
 from jaxpaged._attention.public import paged_attention
 from jaxpaged._attention.runs import owners
 from jaxpaged._attention.writes import note_write
+from jaxpaged._by_kernel import Implementation
 from jaxpaged._cache.kv_cache import LARGEST, KVCache
 from jaxpaged._cache.layers import CacheLayer, pools_of
 from jaxpaged._cache.rotate import cos_sin, rotate

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxpaged._attention.attention_step import AttentionStep
-from jaxpaged._attention.choose import Implementation
 from jaxpaged._attention.dense_step import DenseStep
+from jaxpaged._by_kernel import Implementation
 from jaxpaged._cache.kv_cache import KVCache, check_cache
 from jaxpaged._cache.layers import CacheLayer, pools_of
 from jaxpaged._cache.rotate import check_interleaved

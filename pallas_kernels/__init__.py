@@ -9,6 +9,7 @@
 | `copy_blocks` | `copy_blocks` | copies of blocks within a cache | sm_90a, Hopper |
 | `common` | | what these kernels share | |
 
-The folder of a kernel has an equation, a picture and an order of reading in its `__init__`. `config` says what the
-kernel takes and how a call is cut up, and does not import Mosaic; `kernel` has the body and `launch`.
+The folder of a kernel has an equation, a picture and an order of reading in its `__init__`, which exports one object:
+its `KERNEL` (`common.interface`). `config` says what the kernel takes and how a call is cut up, and does not import
+Mosaic; `kernel` has the body and `launch`.
 """

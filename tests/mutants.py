@@ -621,7 +621,7 @@ MUTANTS = (
     ),
     Mutant(
         "kernels: tiles of a plan overflow",
-        "pallas_kernels/decode/partition_plan.py",
+        "pallas_kernels/common/partition_plan.py",
         "2**30 // seqs",
         "2**30",
         "tests/kernels/test_plan.py::breaks_a_plan",
@@ -645,7 +645,7 @@ MUTANTS = (
     ),
     Mutant(
         "kernels: past the end partials count twice",
-        "pallas_kernels/decode/merge.py",
+        "pallas_kernels/decode/results.py",
         "jnp.where(index < end, 0.0, LOWEST)",
         "jnp.where(index < end, 0.0, 0.0)",
         "tests/kernels/test_paged_decode.py::more_partitions_than",

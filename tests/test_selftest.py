@@ -7,7 +7,7 @@ import pytest
 
 import jaxpaged
 from jaxpaged import _device, selftest
-from jaxpaged._attention import decide, kernel_cases
+from jaxpaged._selftest import cases, kept, report
 
 
 @pytest.fixture
@@ -20,8 +20,8 @@ def few(monkeypatch):
         "a tree of 8 query tokens",
         "prompts: window, soft cap, ALiBi, sinks",
     )
-    monkeypatch.setattr(kernel_cases, "CASES", {name: kernel_cases.CASES[name] for name in names})
-    monkeypatch.setattr(kernel_cases, "LENGTHS", (0, 1, 40))
+    monkeypatch.setattr(cases, "CASES", {name: cases.CASES[name] for name in names})
+    monkeypatch.setattr(cases, "LENGTHS", (0, 1, 40))
 
 
 def test_without_a_gpu_xla_is_checked(few, capsys):
@@ -44,13 +44,13 @@ def test_on_a_gpu_that_is_too_old_xla_is_checked(few, monkeypatch, capsys):
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU compiles kernels")
 def test_calls_that_name_no_implementation_go_by_its_result(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(decide, "_kept", {})
+    monkeypatch.setattr(kept, "_kept", {})
     monkeypatch.setattr(_device, "gpu", lambda: _device.GPUS["A100"])
-    monkeypatch.setattr(kernel_cases, "CASES", {"bfloat16": {}})
-    assert decide.kept_fault(_device.gpu()) is None
+    monkeypatch.setattr(cases, "CASES", {"bfloat16": {}})
+    assert kept.read_fault(_device.gpu()) is None
     assert selftest.main([]) == 1
     assert "A100 8.0, driver" in capsys.readouterr().out
-    assert decide.kept_fault(_device.gpu()) == "not every case is right"
+    assert kept.read_fault(_device.gpu()) == "not every case is right"
 
 
 def test_help(capsys):
@@ -60,14 +60,14 @@ def test_help(capsys):
 
 
 def test_cases():
-    assert "float8_e4m3fn" not in selftest.case_names(8.0)
-    assert selftest.case_names(8.9) == list(kernel_cases.CASES)
+    assert "float8_e4m3fn" not in report.case_names(8.0)
+    assert report.case_names(8.9) == list(cases.CASES)
 
 
 def test_report(few, capsys, monkeypatch):
-    monkeypatch.setattr(selftest, "SIDE", 64)
+    monkeypatch.setattr(report, "SIDE", 64)
     points = {"one token": (1, 32, 1), "a prompt": (1, 32, 32)}
-    assert selftest.report("an L4 8.9", "xla", kernel_cases.CASES, points)
+    assert report.report("an L4 8.9", "xla", cases.CASES, points)
     text = capsys.readouterr().out
     assert "an L4 8.9, xla: 5 of 5 cases right; one token" in text
     assert "| a prompt | limit: a matrix product |" in text
@@ -81,9 +81,9 @@ def test_what_is_wrong_is_said(monkeypatch, capsys, fault):
             raise RuntimeError("no such kernel")
         return q * 0, jnp.zeros(q.shape[:3])
 
-    monkeypatch.setattr(selftest, "planned_attention", attention)
-    monkeypatch.setattr(kernel_cases, "CASES", {"bfloat16": {}})
-    assert not selftest.report("an A100 8.0", "mosaic_gpu", ["bfloat16"])
+    monkeypatch.setattr(report, "planned_attention", attention)
+    monkeypatch.setattr(cases, "CASES", {"bfloat16": {}})
+    assert not report.report("an A100 8.0", "mosaic_gpu", ["bfloat16"])
     text = capsys.readouterr().out
     assert "WRONG" in text
     assert ("RuntimeError: no such kernel" in text) == (fault == "fails")

@@ -12,10 +12,11 @@ from jax.typing import ArrayLike
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._attention.attend import attend
-from jaxpaged._attention.choose import Implementation
-from jaxpaged._attention.plan import check_partitions, plan_step
+from jaxpaged._attention.options import check_partitions
+from jaxpaged._attention.plan import plan_step
 from jaxpaged._attention.runs import packed_positions
 from jaxpaged._attention.writes import note_write
+from jaxpaged._by_kernel import Implementation
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer, pools_of
 from jaxpaged._cache.rotate import check_interleaved, cos_sin, rotate, rotate_and_write_kv
@@ -23,7 +24,7 @@ from jaxpaged._cache.write import write_kv
 from jaxpaged._integers import as_int32, checked_query_starts, checked_size
 from jaxpaged._on_shards import is_whole
 from jaxpaged._public_state import public_state
-from pallas_kernels.decode.partition_plan import PartitionPlan
+from pallas_kernels.common.partition_plan import PartitionPlan
 
 # A layer with one of these follows neither the step's plan nor its prefix groups.
 OWN_PARTITIONS = ("num_partitions", "sliding_window")

@@ -1,6 +1,5 @@
-"""A call of the attention function: its arguments, checked once, then carried in one form."""
+"""The arguments of the attention function, checked once and made a `Call`."""
 
-import dataclasses
 from typing import Unpack
 
 import jax
@@ -8,12 +7,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxpaged._attention.options import Options, check_options
-from jaxpaged._attention.tree import BITS, Tree
+from jaxpaged._attention.tree import BITS
 from jaxpaged._cache.kv_cache import CACHE_DTYPES, checked_value_dim
 from jaxpaged._debug import check_attention
 from jaxpaged._integers import as_int32
-from pallas_kernels.common.options import AttentionOptions
-from pallas_kernels.common.shapes import Shapes
+from pallas_kernels.common.interface import Call
 
 QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -24,88 +22,6 @@ class CallKeywords(Options, total=False):
     query_starts: ArrayLike | None
     tree_mask: ArrayLike | None
     value_dim: int | None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """Checked arguments. Uniform: each sequence has the same number of query tokens. Packed: with `query_starts`.
-
-    `group` query heads read one KV head. A query row is one (token, head) pair.
-    """
-
-    q: jax.Array  # [seqs, q_len, heads, head_dim]; packed [tokens, heads, head_dim]
-    k_cache: jax.Array  # [blocks, block_size, kv_heads, head_dim]
-    v_cache: jax.Array | None  # [blocks, block_size, kv_heads, value_dim]; None: the first numbers of k_cache
-    block_tables: jax.Array  # int32 [seqs, max_blocks]
-    lengths: jax.Array  # int32 [seqs], within 0 and the capacity of a table row
-    options: AttentionOptions
-    value_dim: int = dataclasses.field(metadata=dict(static=True))  # of v_cache and of the output
-    query_starts: jax.Array | None = None  # int32 [seqs + 1]; None: uniform
-    tree_mask: jax.Array | None = None  # uint32 [seqs, q_len, words]; of uniform calls
-    # int32 [seqs], uniform calls only: the last query tokens of a sequence, the others see nothing. None: all.
-    num_read: jax.Array | None = None
-    # False: every query sees the whole sequence, and its position is that of the last token.
-    causal: bool = dataclasses.field(default=True, metadata=dict(static=True))
-
-    @property
-    def tokens_per_seq(self) -> int | None:
-        """Query tokens of each sequence; None: packed."""
-        return self.q.shape[1] if self.query_starts is None else None
-
-    @property
-    def block_size(self) -> int:
-        return self.k_cache.shape[1]
-
-    @property
-    def kv_heads(self) -> int:
-        return self.k_cache.shape[2]
-
-    @property
-    def head_dim(self) -> int:
-        return self.q.shape[-1]
-
-    def shapes(self, q_len: int = 1) -> Shapes:
-        """As kernels ask for them, on runs of `q_len` query tokens."""
-        return Shapes.of(self.q, self.k_cache, self.v_cache, self.value_dim, q_len=q_len)
-
-    @property
-    def out_shape(self) -> tuple[int, ...]:
-        return *self.q.shape[:-1], self.value_dim
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a number in the cache."""
-        return self.k_cache.dtype.itemsize
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that a row of the table has room for."""
-        return self.block_tables.shape[1] * self.block_size
-
-    @property
-    def group(self) -> int:
-        return self.q.shape[-2] // self.kv_heads
-
-    def seq_starts(self) -> jax.Array:
-        """Packed: the first row of each sequence in q, int32 `[seqs + 1]`, at most the rows of q, not descending."""
-        assert self.query_starts is not None
-        return jax.lax.cummax(jnp.clip(self.query_starts, 0, self.q.shape[0]))
-
-    def num_new(self) -> jax.Array | int:
-        """Query tokens of each sequence."""
-        return self.q.shape[1] if self.query_starts is None else jnp.diff(self.seq_starts())
-
-    def positions(self, tree: Tree | None) -> jax.Array:
-        """Uniform: of each query in its sequence, int32 [seqs, q_len]; negative if it sees nothing."""
-        q_len = self.q.shape[1]
-        if not self.causal:
-            return jnp.broadcast_to(self.lengths[:, None] - 1, (self.lengths.shape[0], q_len))
-        from_last = jnp.arange(-q_len, 0, dtype=jnp.int32)[None]
-        ordinals = self.lengths[:, None] + from_last
-        if self.num_read is not None:
-            ordinals = jnp.where(from_last >= -self.num_read[:, None], ordinals, -1)
-        return ordinals if tree is None else tree.positions(ordinals)
 
 
 def check_call(
@@ -127,6 +43,7 @@ def check_call(
     elif q.ndim not in (3, 4):
         raise ValueError(f"q must be [seqs, heads, head_dim] or [seqs, q_len, heads, head_dim]; got {q.shape=}.")
     seqs = q.shape[0] if query_starts is None else lengths.shape[0]
+    tree_mask = None if tree_mask is None else _check_tree_mask(tree_mask, q)
     if (v_cache is None) != (value_dim is not None):
         raise ValueError(
             "v_cache=None and value_dim go together, for a latent cache; "
@@ -146,7 +63,7 @@ def check_call(
         options=check_options(k_cache, q.shape[-2], capacity, is_latent=v_cache is None, **options),
         value_dim=value_dim,
         query_starts=query_starts,
-        tree_mask=None if tree_mask is None else _check_tree_mask(tree_mask, q),
+        tree_mask=tree_mask,
     )
     check_attention(call, lengths)
     return call

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpaged._attention.call import Call, check_call
+from jaxpaged._attention.call import check_call
 from jaxpaged._attention.merge import merge_attention
 from jaxpaged._attention.public import ContextKeywords, paged_attention
-from jaxpaged._attention.runs import cut_uniform, fewest_runs, join_uniform
+from jaxpaged._attention.runs import cut_uniform, join_uniform
 from jaxpaged._debug import unchecked
 from jaxpaged._integers import as_int32
 from pallas_kernels.common import merge_parts
+from pallas_kernels.common.interface import Call
 
 
 @unchecked
@@ -134,7 +135,8 @@ def _attend_in_runs(
     seqs, q_len, heads, head_dim = call.q.shape
     block_size, caches = call.block_size, (call.k_cache, call.v_cache)
     size = block_size * jax.lax.axis_size(axis_name)
-    num_runs, run = fewest_runs(q_len, call.group)
+    run = call.run_tokens()
+    num_runs = -(-q_len // run)
     lengths = jnp.clip(call.lengths, 0, call.block_tables.shape[1] * size)
     positions = jnp.maximum(lengths[:, None] + jnp.arange(-num_runs * run, 0, dtype=jnp.int32)[None], -1)
     blocks_before = jnp.maximum(positions[:, ::run], 0) // size  # [seqs, num_runs]

@@ -9,18 +9,11 @@ import jax
 from jax.typing import ArrayLike
 
 from jaxpaged import _device
-from jaxpaged._attention.call import Call
-from jaxpaged._attention.choose import Choice, Kernel, StaticHints
 from jaxpaged._attention.decide import decide
 from jaxpaged._attention.public import AttentionKeywords, check
 from jaxpaged._attention.shared_prefix import split
-
-NAMES = {
-    "paged_decode": "the decode kernel",
-    "paged_latent": "the kernel for latents of many heads",
-    "paged_prefill": "the prefill kernel",
-    "portable_prefill": "the prefill kernel for every GPU",
-}
+from jaxpaged._by_kernel import Refusal, StaticHints
+from pallas_kernels.common.interface import Call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +22,13 @@ class Explanation:
 
     implementation: Literal["mosaic_gpu", "xla"]
     reason: str  # why no kernel computes the call; empty if one does
-    kernel: Kernel | None  # as a profile names it; None for "xla"
+    kernel: str | None  # as a profile names it; None for "xla"
     config: Any  # the kernel's `Config`; None for "xla"
     # Into how many partitions each sequence is cut: "plan": by its length. None for "xla".
     num_partitions: int | Literal["plan"] | None
     # With prefix groups: the call on the shared blocks, and this one is on the others.
     shared: Explanation | None = None
+    title: str = ""  # of the kernel
 
     def __str__(self) -> str:
         if self.kernel is None:
@@ -43,7 +37,7 @@ class Explanation:
             partitions = f"{self.num_partitions} to a sequence"
             if self.num_partitions == "plan":
                 partitions = "by a plan, more for longer sequences"
-            text = f"mosaic_gpu: {NAMES[self.kernel]}\n  partitions: {partitions}\n  {self.config}"
+            text = f"mosaic_gpu: {self.title}\n  partitions: {partitions}\n  {self.config}"
         return text if self.shared is None else f"{text}\nfor the shared prefix {self.shared}"
 
 
@@ -115,8 +109,7 @@ cache_dtype=float32, q_dtype=bfloat16.
 
 def _explanation(call: Call, hints: StaticHints, gpu: _device.Gpu | None) -> Explanation:
     choice = decide(call, hints, gpu)
-    if not isinstance(choice, Choice):
+    if isinstance(choice, Refusal):
         return Explanation("xla", choice.message, None, None, None)
-    config: Any = choice.config
-    num_partitions = config.num_parts if choice.kernel.endswith("prefill") else config.num_partitions
-    return Explanation("mosaic_gpu", "", choice.kernel, config, num_partitions if choice.at_once is None else "plan")
+    kernel, config = choice.kernel, choice.config
+    return Explanation("mosaic_gpu", "", kernel.name, config, config.partitions, title=kernel.title)

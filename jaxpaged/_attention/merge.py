@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxpaged._one_program import one_program
+from pallas_kernels.common import merge_parts
 
 
 def merge_attention(
@@ -57,10 +58,5 @@ def merge_attention(
 
 @one_program()
 def _merge(out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # If no token was seen, compute with lses of 0: -inf - -inf, and its gradient, are NaN.
-    is_unseen = (lse_a == -jnp.inf) & (lse_b == -jnp.inf)
-    lse_a, lse_b = (jnp.where(is_unseen, 0.0, lse) for lse in (lse_a, lse_b))
-    lse = jnp.logaddexp(lse_a, lse_b)
-    weight_a, weight_b = (jnp.where(is_unseen, 0.0, jnp.exp(x - lse))[..., None] for x in (lse_a, lse_b))
-    out = weight_a * out_a.astype(jnp.float32) + weight_b * out_b.astype(jnp.float32)
-    return out.astype(out_a.dtype), jnp.where(is_unseen, -jnp.inf, lse)
+    out, lse = merge_parts.merge([out.astype(jnp.float32) for out in (out_a, out_b)], (lse_a, lse_b), None)
+    return out.astype(out_a.dtype), lse

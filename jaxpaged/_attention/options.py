@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxpaged._integers import saturated
-from pallas_kernels.common.options import AttentionOptions
+from pallas_kernels.common.interface import AttentionOptions
 
 # With a larger cap, cap * tanh(x / cap) is x. With this one, x / cap is flushed to zero only for logits below
 # 1e30 * 2^-126, 1e-8; with infinity the result is NaN.
@@ -95,6 +95,22 @@ def optional(
 def known_int(value: ArrayLike | None) -> int | None:
     """A number of Python's or NumPy's; None for an array of JAX's, which may have its value at run time only."""
     return None if value is None or isinstance(value, jax.Array) else int(np.asarray(value))
+
+
+def check_partitions(num_partitions: int | None) -> int | None:
+    """A number as a Python int. Raises `ValueError` for a number that no call can take."""
+    if num_partitions is None:
+        return None
+    if (
+        not isinstance(num_partitions, int | np.integer)
+        or isinstance(num_partitions, bool)
+        or not 1 <= num_partitions < 2**31
+    ):
+        raise ValueError(
+            "num_partitions must be an int of at least 1, below 2^31 and static under jit; "
+            f"got {num_partitions=}. None lets jaxpaged choose."
+        )
+    return int(num_partitions)
 
 
 def _cache_scale(name: str, value: ArrayLike | None, cache_shape: tuple[int, ...]) -> jax.Array | None:

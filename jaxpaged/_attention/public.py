@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxpaged._allocator.prefix_groups import PrefixGroups
-from jaxpaged._attention.call import Call, CallKeywords, check_call
-from jaxpaged._attention.choose import Implementation, StaticHints
-from jaxpaged._attention.options import known_int
-from jaxpaged._attention.plan import check_partitions
+from jaxpaged._attention.call import CallKeywords, check_call
+from jaxpaged._attention.options import check_partitions, known_int
 from jaxpaged._attention.run import attend
+from jaxpaged._by_kernel import Implementation, StaticHints
 from jaxpaged._on_shards import on_shards
-from pallas_kernels.decode.partition_plan import PartitionPlan
+from pallas_kernels.common.interface import Call
+from pallas_kernels.common.partition_plan import PartitionPlan
 
 
 class ContextKeywords(TypedDict, total=False):
@@ -219,7 +219,7 @@ def planned_attention(
         implementation=implementation,
         **options,
     )
-    out, lse = attend(call, hints, plan, prefix_groups)
+    out, lse = attend(call, hints, prefix_groups)
     if options.get("query_starts") is None and jnp.ndim(q) == 3:
         out, lse = out[:, 0], lse[:, 0]
     return (out, lse) if return_lse else out
@@ -249,7 +249,7 @@ def whole_attention(
         value_dim=value_dim,
         implementation=implementation,
     )
-    return attend(dataclasses.replace(call, causal=False), hints, None, None)
+    return attend(dataclasses.replace(call, causal=False), hints, None)
 
 
 def check(
@@ -264,11 +264,6 @@ def check(
     if implementation not in (None, "mosaic_gpu", "xla"):
         raise ValueError(f'implementation must be None, "mosaic_gpu" or "xla"; got {implementation=}.')
     num_partitions = check_partitions(num_partitions)
-    call = check_call(*arrays, **options)
-    hints = StaticHints(
-        num_partitions=num_partitions,
-        window=known_int(options.get("sliding_window")),
-        total_partitions=None if plan is None else plan.total_partitions,
-        implementation=implementation,
-    )
-    return call, hints
+    call = dataclasses.replace(check_call(*arrays, **options), plan=plan)
+    window = known_int(options.get("sliding_window"))
+    return call, StaticHints(num_partitions=num_partitions, window=window, implementation=implementation)

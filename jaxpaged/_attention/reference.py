@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxpaged._attention.call import Call, CallKeywords, check_call
+from jaxpaged._attention.call import CallKeywords, check_call
 from jaxpaged._attention.runs import cut_packed, join_packed, place_runs
-from jaxpaged._attention.tree import from_rows
+from jaxpaged._attention.tree import from_rows, query_positions
 from jaxpaged._one_program import one_program
-from pallas_kernels.common.options import AttentionOptions
+from pallas_kernels.common.interface import AttentionOptions, Call
 
 
 @overload
@@ -83,12 +83,12 @@ def _attend(a: Call) -> tuple[jax.Array, jax.Array]:
     seqs, max_blocks = a.block_tables.shape
     token_positions = jnp.arange(max_blocks * a.block_size, dtype=jnp.int32)  # [tokens]
     tree = from_rows(a.tree_mask, a.lengths)
-    query_positions = a.positions(tree)  # [seqs, q_len]
-    distance = query_positions[:, :, None] - token_positions[None, None]  # [seqs, q_len, tokens]
+    positions = query_positions(a, tree)  # [seqs, q_len]
+    distance = positions[:, :, None] - token_positions[None, None]  # [seqs, q_len, tokens]
     if tree is not None:
         ordinals = jnp.broadcast_to(token_positions[None], (seqs, token_positions.size))
-        distance = tree.distances(query_positions, ordinals)
-    visible = (distance >= 0) & (query_positions >= 0)[:, :, None]
+        distance = tree.distances(positions, ordinals)
+    visible = (distance >= 0) & (positions >= 0)[:, :, None]
     if a.options.sliding_window is not None:
         visible &= distance < a.options.sliding_window
 
@@ -107,7 +107,7 @@ def _attend(a: Call) -> tuple[jax.Array, jax.Array]:
 
     k = gather(a.k_cache, a.options.k_scale)
     v = k[..., : a.value_dim] if a.v_cache is None else gather(a.v_cache, a.options.v_scale)
-    q = jnp.where((query_positions >= 0)[..., None, None], a.q, jnp.zeros_like(a.q)).astype(jnp.float32)
+    q = jnp.where((positions >= 0)[..., None, None], a.q, jnp.zeros_like(a.q)).astype(jnp.float32)
     return dense_attention(q, k, v, distance, visible, a.options)
 
 

@@ -18,19 +18,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxpaged._attention.call import Call
-from pallas_kernels.decode.config import MAX_ROWS
-
-
-def fewest_runs(q_len: int, group: int, most_rows: int = MAX_ROWS) -> tuple[int, int]:
-    """Number of runs, and tokens in each, for `q_len` tokens with `group` heads for each KV head."""
-    num_runs = -(-q_len // max(1, most_rows // group))
-    return num_runs, -(-q_len // num_runs)
-
-
-def most_runs(tokens: int, seqs: int, run: int) -> int:
-    """The most runs of packed tokens: of each sequence that has any, the last run may be of one token."""
-    return (tokens + (run - 1) * min(seqs, tokens)) // run
+from pallas_kernels.common.interface import Call
 
 
 def cut_uniform(call: Call, run: int) -> Call:
@@ -72,12 +60,11 @@ class Runs:
 
 
 def place_runs(call: Call, run: int) -> Runs:
-    tokens, seqs = call.q.shape[0], call.lengths.shape[0]
-    starts = call.seq_starts()
+    starts, seqs = call.seq_starts(), call.lengths.shape[0]
     num_new = jnp.diff(starts)
     num_runs = -(-num_new // run)
     ends = jnp.cumsum(num_runs, dtype=jnp.int32)
-    run_ids = jnp.arange(most_runs(tokens, seqs, run), dtype=jnp.int32)
+    run_ids = jnp.arange(call.num_runs(run), dtype=jnp.int32)
     seq_ids = jnp.searchsorted(ends, run_ids, side="right", method="scan_unrolled").astype(jnp.int32)
     seq_ids = jnp.minimum(seq_ids, seqs - 1)
     offsets = (run_ids - (ends - num_runs)[seq_ids]) * run

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged._allocator.prefix_groups import PrefixGroups
-from jaxpaged._attention.call import Call
 from jaxpaged._integers import as_int32
 from jaxpaged._one_program import one_program
+from pallas_kernels.common.interface import Call
 
 
 def split(call: Call, groups: PrefixGroups) -> tuple[Call, Call, jax.Array] | None:
@@ -54,7 +54,7 @@ def _split(call: Call, groups: PrefixGroups) -> tuple[Call, Call, jax.Array]:
 def _whole(call: Call, **arrays: Any) -> Call:
     """The call on shared blocks, which every query sees as a whole."""
     options = dataclasses.replace(call.options, sinks=None)  # they count once, in the other call
-    return dataclasses.replace(call, **arrays, options=options, tree_mask=None, causal=False)
+    return dataclasses.replace(call, **arrays, options=options, tree_mask=None, causal=False, plan=None)
 
 
 def _without(call: Call, num_blocks: jax.Array) -> Call:

@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 
 from jaxpaged._integers import as_int32, known_values
 from jaxpaged._one_program import one_program
+from pallas_kernels.common.interface import Call
 
 BITS = 32  # of a word
 
@@ -116,6 +117,18 @@ def from_rows(mask: jax.Array | None, lengths: jax.Array) -> Tree | None:
     bits = (bits | _own_bit(index, words)) & _bits_below(index + 1, words)  # a token sees itself, and none behind it
     depths = jax.lax.population_count(bits & _bits_below(index, words)).sum(axis=-1).astype(jnp.int32)
     return Tree(bits, starts, jnp.pad(depths, ((0, 0), (0, words * BITS - q_len))))
+
+
+def query_positions(call: Call, tree: Tree | None) -> jax.Array:
+    """Where each query of a uniform call is in its sequence, int32 [seqs, q_len]; negative if it sees nothing."""
+    q_len = call.q.shape[1]
+    if not call.causal:
+        return jnp.broadcast_to(call.lengths[:, None] - 1, (call.lengths.shape[0], q_len))
+    from_last = jnp.arange(-q_len, 0, dtype=jnp.int32)[None]
+    ordinals = call.lengths[:, None] + from_last
+    if call.num_read is not None:
+        ordinals = jnp.where(from_last >= -call.num_read[:, None], ordinals, -1)
+    return ordinals if tree is None else tree.positions(ordinals)
 
 
 def _own_bit(index: jax.Array, words: int) -> jax.Array:

@@ -19,15 +19,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpaged import _device
-from jaxpaged._attention.call import Call
 from jaxpaged._attention.runs import cut_packed, cut_rows, join_packed, place_runs
 from jaxpaged._attention.xla_tiles import Walk, by_row, in_rows, tile_size
+from pallas_kernels.common.interface import Call
 
 # Bytes of tiles and their logits in a step of the loop on a GPU. A step of any size is about a dozen kernels. H100,
 # 32/8 heads of 128, us: 1 x 8192 in 64 steps 2000, in one, of 35 MB, 175.
 STEP_BYTES = 40 * 1024 * 1024
 
-RUN = 16  # packed tokens, at most, that read a tile of keys together; `most_runs` tiles are held
+RUN = 16  # packed tokens, at most, that read a tile of keys together; a tile of each run is held
 
 
 def attend(call: Call, *, num_partitions: int | None) -> tuple[jax.Array, jax.Array]:
@@ -38,10 +38,12 @@ def attend(call: Call, *, num_partitions: int | None) -> tuple[jax.Array, jax.Ar
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend_in_jit(num_partitions: int | None, on_gpu: bool, call: Call) -> tuple[jax.Array, jax.Array]:
     if call.query_starts is not None:
-        runs = place_runs(call, run_tokens(call.q.shape[0], call.lengths.shape[0]))
+        run = run_tokens(call.q.shape[0], call.lengths.shape[0])
+        runs = place_runs(call, run)
         out, lse = _attend_in_jit(num_partitions, on_gpu, cut_packed(call, runs))
         return join_packed(out, lse, call, runs)
-    return _attend(num_partitions or default_partitions(call, on_gpu=on_gpu), call)
+    num_partitions = num_partitions or default_partitions(call, on_gpu=on_gpu)
+    return _attend(num_partitions, call)
 
 
 def run_tokens(tokens: int, seqs: int) -> int:

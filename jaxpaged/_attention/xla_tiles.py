@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpaged._attention.call import Call
-from jaxpaged._attention.tree import Tree, from_rows
+from jaxpaged._attention.tree import Tree, from_rows, query_positions
 from jaxpaged._cache.pool_rows import take_rows
+from pallas_kernels.common.interface import Call
 
 TILE = 128  # tokens; against 256, 3 times as fast at 80 tokens and equal at 1000 on 2 CPU cores (9/3 heads, batch 1)
 
@@ -40,11 +40,11 @@ class Walk:
         # The run of tiles that each partition owns. It follows from true lengths: neither the table's width nor the
         # other sequences of the batch change a sequence's partitions.
         tree = from_rows(a.tree_mask, a.lengths)
-        query_positions = a.positions(tree)  # [seqs, q_len]
+        of_queries = query_positions(a, tree)  # [seqs, q_len]
         first_visible = jnp.zeros_like(a.lengths)
         if a.options.sliding_window is not None:
             # Of queries before a sequence's start, or that are not read, none counts.
-            first_query = jnp.where(query_positions >= 0, query_positions, a.lengths[:, None]).min(axis=1)
+            first_query = jnp.where(of_queries >= 0, of_queries, a.lengths[:, None]).min(axis=1)
             first_visible = jnp.maximum(first_query - a.options.sliding_window + 1, 0)
         first = first_visible // tile  # [seqs]
         end = -(-a.lengths // tile)
@@ -53,8 +53,8 @@ class Walk:
         ends = jnp.minimum(starts + run[:, None], end[:, None])
 
         # A row that sees nothing may hold NaN, which would reach the gradient of k.
-        q = jnp.where((query_positions >= 0)[..., None, None], a.q, jnp.zeros_like(a.q))
-        positions = jnp.repeat(query_positions, a.group, axis=1)
+        q = jnp.where((of_queries >= 0)[..., None, None], a.q, jnp.zeros_like(a.q))
+        positions = jnp.repeat(of_queries, a.group, axis=1)
         return cls(a, tree, in_rows(a, q), positions, first_visible, run, starts, ends)
 
     def tile(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:

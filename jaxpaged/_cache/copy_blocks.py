@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
 from jaxpaged import _device
-from jaxpaged._by_kernel import by_kernel
+from jaxpaged._by_kernel import NO_HINTS, Choice, Refusal, choose, computed_by_kernel
 from jaxpaged._cache.kv_cache import KVCache, check_cache, map_blocks
 from jaxpaged._cache.transfer import (
     checked_ids,
@@ -25,7 +22,10 @@ from jaxpaged._cache.transfer import (
     take_blocks,
 )
 from jaxpaged._on_shards import on_shards
-from pallas_kernels.copy_blocks import config as copy_config
+from pallas_kernels import copy_blocks as kernel
+from pallas_kernels.copy_blocks.config import Copies
+
+KERNELS = (kernel.KERNEL,)
 
 
 @on_shards
@@ -77,10 +77,10 @@ def copy_blocks(cache: KVCache, source_ids: ArrayLike, destination_ids: ArrayLik
             "source_ids and destination_ids must be of one length; "
             f"got {source_ids.shape=}, {destination_ids.shape=}. Pad with the null block, 0."
         )
-    config = _choose_config(cache, source_ids.size)
-    if config is None:
+    choice = _choose(cache, source_ids.size)
+    if isinstance(choice, Refusal):
         return copy_by_xla(cache, source_ids, destination_ids)
-    return copy_by_kernel(config, None, cache, source_ids, destination_ids)
+    return copy_by_kernel(choice, cache, source_ids, destination_ids)
 
 
 def copy_by_xla(cache: KVCache, source_ids: jax.Array, destination_ids: jax.Array) -> KVCache:
@@ -97,44 +97,40 @@ def copy_by_xla(cache: KVCache, source_ids: jax.Array, destination_ids: jax.Arra
     return map_blocks(copy, cache)
 
 
-# Jitted by itself: otherwise every layer of a model lowers the kernel again.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def copy_by_kernel(
-    config: copy_config.Config, interpret: Any, cache: KVCache, source_ids: jax.Array, destination_ids: jax.Array
-) -> KVCache:
-    def launch(cache: KVCache, source_ids: jax.Array, destination_ids: jax.Array) -> KVCache:
-        from pallas_kernels.common.interpret import interpret_mode  # here, so that only its callers import Mosaic
-        from pallas_kernels.copy_blocks import kernel
-
-        pairs, counts = plan(source_ids, destination_ids, cache.k.shape[-4])
-        pools = _pools(cache)
-        flat = tuple(pool.reshape(*layers_and_blocks(pool, cache), -1) for pool in pools.values())
-        with interpret_mode(interpret):
-            copied = kernel.launch(flat, pairs, counts, config=config)
-        cache = copy_by_xla(cache, source_ids, destination_ids)  # for scales of tokens; XLA drops the rest
-        new = (x.reshape(pool.shape) for pool, x in zip(pools.values(), copied, strict=True))
-        changes: Any = dict(zip(pools, new, strict=True))
-        return dataclasses.replace(cache, **changes)
-
-    @custom_vmap
-    def copy(cache: KVCache, source_ids: jax.Array, destination_ids: jax.Array) -> KVCache:
-        if interpret is not None:
-            return launch(cache, source_ids, destination_ids)
-        return by_kernel(launch, copy_by_xla, cache, source_ids, destination_ids)
-
-    @copy.def_vmap
-    def _copy_batch(axis_size: int, in_batched: list[Any], *arrays: Any) -> tuple[KVCache, KVCache]:
-        in_axes = tuple(jax.tree.map(lambda batched: 0 if batched else None, in_batched))
-        caches = jax.vmap(copy_by_xla, in_axes=in_axes, axis_size=axis_size)(*arrays)
-        return caches, jax.tree.map(lambda _: True, caches)
-
-    return copy(cache, source_ids, destination_ids)
+def _choose(cache: KVCache, num_pairs: int) -> Choice | Refusal:
+    """A refusal if XLA copies."""
+    try:
+        gpu = _device.gpu()
+    except NotImplementedError as no_gpu:
+        return Refusal(str(no_gpu))
+    pairs, counts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((num_pairs, 2), (2,)))
+    return choose(Copies(jax.eval_shape(_flat_pools, cache), pairs, counts), gpu, NO_HINTS, KERNELS)
 
 
-@copy_by_kernel.__wrapped__.defjvp  # type: ignore[attr-defined]
-def _copy_jvp(config: copy_config.Config, interpret: Any, primals: tuple, tangents: tuple) -> tuple:
+def _flat_pools(cache: KVCache) -> tuple[jax.Array, ...]:
+    """As the kernel gets them, [layers, blocks, numbers]."""
+    return tuple(pool.reshape(*layers_and_blocks(pool, cache), -1) for pool in _pools(cache).values())
+
+
+def _launch(choice: Choice, cache: KVCache, source_ids: jax.Array, destination_ids: jax.Array) -> KVCache:
+    copies = Copies(_flat_pools(cache), *plan(source_ids, destination_ids, cache.k.shape[-4]))
+    copied = choice.kernel.launch(copies, choice.config)
+    cache = copy_by_xla(cache, source_ids, destination_ids)  # for scales of tokens; XLA drops the rest
+    pools = _pools(cache)
+    new = (x.reshape(pool.shape) for pool, x in zip(pools.values(), copied, strict=True))
+    changes: Any = dict(zip(pools, new, strict=True))
+    return dataclasses.replace(cache, **changes)
+
+
+def _elsewhere(_: Choice, *arrays: Any) -> KVCache:
+    return copy_by_xla(*arrays)
+
+
+def _tangents(_: Choice, primals: tuple, tangents: tuple) -> Any:
     return jax.jvp(copy_by_xla, primals, tangents)  # the kernel has no backward pass
+
+
+copy_by_kernel = computed_by_kernel(_launch, _elsewhere, _tangents, can_be_mapped=False)
 
 
 def plan(source_ids: jax.Array, destination_ids: jax.Array, num_blocks: int) -> tuple[jax.Array, jax.Array]:
@@ -165,30 +161,3 @@ def _legal(source_ids: jax.Array, destination_ids: jax.Array, num_blocks: int) -
 
 def _pools(cache: KVCache) -> dict[str, jax.Array]:
     return {"k": cache.k} if cache.v is None else {"k": cache.k, "v": cache.v}
-
-
-def _choose_config(cache: KVCache, num_pairs: int) -> copy_config.Config | None:
-    """None if XLA does it."""
-    num_layers, num_blocks = layers_and_blocks(cache.k, cache)
-    block_numbers, itemsize = math.prod(cache.k.shape[-3:]), cache.k.dtype.itemsize
-    if num_pairs == 0 or cache.k.size == 0 or any(pool.shape != cache.k.shape for pool in _pools(cache).values()):
-        return None  # the kernel takes pools of one shape
-    try:
-        gpu = _device.gpu()
-    except NotImplementedError:
-        return None
-    if not copy_config.takes(
-        block_numbers=block_numbers,
-        num_blocks=num_layers * num_blocks,
-        itemsize=itemsize,
-        compute_capability=gpu.compute_capability,
-    ):
-        return None
-    return copy_config.default_config(
-        block_numbers=block_numbers,
-        itemsize=itemsize,
-        num_pools=len(_pools(cache)),
-        num_layers=num_layers,
-        num_pairs=num_pairs,
-        num_sms=gpu.num_sms,
-    )

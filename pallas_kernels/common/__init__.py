@@ -1,1 +1,1 @@
-"""What kernels share. `sizes`, `shapes`, `options` and `merge_parts` do not import Mosaic."""
+"""What kernels share. `interface`, `partition_plan`, `sizes` and `merge_parts` do not import Mosaic."""

@@ -16,9 +16,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import nvvm
 
-from pallas_kernels.common.chunks import (
+from pallas_kernels.common.interpret import interpreted_by, nothing
+from pallas_kernels.common.mlir import (
     CHUNK,
     THREADS,
+    arith,
     below,
     chunks,
     i32,
@@ -26,13 +28,11 @@ from pallas_kernels.common.chunks import (
     product,
     quotient,
     remainder,
+    scalar_of,
     thread,
     total,
     wide,
 )
-from pallas_kernels.common.interpret import interpreted_by, nothing
-from pallas_kernels.common.mlir import arith
-from pallas_kernels.common.registers import scalar_of
 from pallas_kernels.common.rows import SCALAR
 from pallas_kernels.common.sizes import zero_unless
 

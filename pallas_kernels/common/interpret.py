@@ -53,13 +53,18 @@ def two_views(first: Any, second: Any) -> Any:
     return plgpu.RefUnion(first, second)
 
 
-def kernel(body: Callable[..., None], **how: Any) -> Any:
-    """`plgpu.kernel`, in the mode of now also if the body is traced later, as under `jax.vmap`."""
+def in_this_mode[F: Callable[..., Any]](function: F) -> F:
+    """The function in the mode of now, also if it is traced later, as under `jax.vmap`."""
     params = _params.get()
 
-    @functools.wraps(body)
-    def traced(*refs: Any, **scratch_refs: Any) -> None:
+    @functools.wraps(function)
+    def traced(*args: Any, **named: Any) -> Any:
         with interpret_mode(params):
-            body(*refs, **scratch_refs)
+            return function(*args, **named)
 
-    return plgpu.kernel(traced, interpret=params, **how)
+    return traced  # type: ignore[return-value]
+
+
+def kernel(body: Callable[..., None], **how: Any) -> Any:
+    """`plgpu.kernel`, in the mode of now."""
+    return plgpu.kernel(in_this_mode(body), interpret=_params.get(), **how)

@@ -1,15 +1,18 @@
-"""How an attention kernel is called: with its arrays by the names of its `Refs`."""
+"""How an attention kernel is called: with its arrays by the names of its `Refs`, and its options among them."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import interpret
+from pallas_kernels.common.interface import AttentionOptions, given
 
 
 def launch(
@@ -45,3 +48,63 @@ def launch(
         return pl.run_state(lambda results: written(*operands, *results))(first)
 
     return one_after_the_other(operands)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OptionRefs:
+    """Arrays before the launch, inside the kernel refs. None: left out."""
+
+    scale: Any  # f32 [1]
+    sliding_window: Any  # int32 [1]
+    logits_soft_cap: Any  # f32 [1]
+    alibi_slopes: Any  # f32, by the rows of a program
+    sinks: Any  # as alibi_slopes; None too if they are left to a merge
+    tree_bits: Any  # int32 [seqs, words, rows]
+    k_scale: Any  # f32 [1], [kv_heads] or [blocks, block_size, kv_heads]
+    v_scale: Any  # as k_scale
+
+    @classmethod
+    def of(
+        cls,
+        options: AttentionOptions,
+        per_row: Callable[[jax.Array], jax.Array],  # of f32 [heads]
+        *,
+        with_sinks: bool = True,
+        tree_bits: jax.Array | None = None,
+    ) -> "OptionRefs":
+        def number(x: jax.Array) -> jax.Array:
+            return x.reshape(1)
+
+        return cls(
+            scale=number(options.scale),
+            sliding_window=given(options.sliding_window, number),
+            logits_soft_cap=given(options.logits_soft_cap, number),
+            alibi_slopes=given(options.alibi_slopes, per_row),
+            sinks=given(options.sinks if with_sinks else None, per_row),
+            tree_bits=tree_bits,
+            k_scale=given(options.k_scale, jnp.atleast_1d),
+            v_scale=given(options.v_scale, jnp.atleast_1d),
+        )
+
+    @property
+    def window(self) -> jax.Array | None:
+        return given(self.sliding_window, lambda window: window[0])
+
+    @property
+    def cap(self) -> jax.Array | None:
+        return given(self.logits_soft_cap, lambda cap: cap[0])
+
+
+def bits_by_row(bits: jax.Array, *, group: int, rows: int) -> jax.Array:
+    """uint32 [seqs, q_len, words] -> int32 [seqs, words, rows], the same for every head, zero in the padding."""
+    by_row = jnp.repeat(lax.bitcast_convert_type(bits, jnp.int32).swapaxes(1, 2), group, axis=2)
+    return jnp.pad(by_row, ((0, 0), (0, 0), (0, rows - by_row.shape[2])))
+
+
+def by_row(by_head: jax.Array, *, kv_heads: int, q_len: int, rows: int) -> jax.Array:
+    """f32 [heads] -> [kv_heads, rows], the same for every query token, zero in the padding."""
+    by_head = by_head.reshape(kv_heads, 1, -1)
+    group = by_head.shape[-1]
+    by_row = jnp.broadcast_to(by_head, (kv_heads, q_len, group)).reshape(kv_heads, q_len * group)
+    return jnp.pad(by_row, ((0, 0), (0, rows - q_len * group)))

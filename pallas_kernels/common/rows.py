@@ -80,20 +80,3 @@ def store(ref: Any, value: jax.Array) -> None:
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
-
-
-def normalise(m: jax.Array, l: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The factor of a row's sum, and its lse, natural logarithm; 0 and -inf for a row that saw nothing.
-
-    m, in units of log2, and l are f32 [rows]. A row that saw a token has l > 0, or NaN.
-    """
-    nothing = l == 0.0
-    if sinks is None:
-        m_all, denominator = m, l
-    else:
-        m_all = jnp.maximum(m, sinks * LOG2E)
-        denominator = l * jnp.exp2(m - m_all) + jnp.exp2(sinks * LOG2E - m_all)
-    safe = jnp.where(nothing, jnp.ones_like(denominator), denominator)
-    factor = jnp.where(nothing, jnp.zeros_like(safe), jnp.exp2(m - m_all) / safe)
-    lse = jnp.where(nothing, jnp.full_like(safe, -jnp.inf), m_all * LN2 + jnp.log(safe))
-    return factor, lse

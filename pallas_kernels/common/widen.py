@@ -37,8 +37,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
 from pallas_kernels.common.interpret import interpreted_by, two_views
-from pallas_kernels.common.mlir import integer
-from pallas_kernels.common.registers import make_array, numbers_of
+from pallas_kernels.common.mlir import integer, make_array, numbers_of
 from pallas_kernels.common.rows import LEFT, ROWS, ROWS_LAST, matrix
 from pallas_kernels.common.sizes import COLUMNS, zero_unless
 

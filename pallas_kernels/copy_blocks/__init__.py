@@ -15,3 +15,5 @@ nothing is paid for them.
 | pairs | GMEM, read as scalars |
 | slices set aside | GMEM, through the same ring; not touched if every pair is direct |
 """
+
+from pallas_kernels.copy_blocks.config import KERNEL as KERNEL

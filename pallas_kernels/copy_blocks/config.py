@@ -2,6 +2,10 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from pallas_kernels.common.interface import Gpu, Hints, Kernel, is_hopper
 
 MAX_BOX = 256  # numbers along an axis of one copy: the copy engine's limit
 ALIGNMENT = 128  # bytes, of the copy engine's addresses in SMEM
@@ -15,23 +19,55 @@ MAX_BARRIERS = 32  # in one array of them
 @dataclasses.dataclass(frozen=True)
 class Config:
     width: int  # numbers in a row: a pool is seen as [layers * blocks * rows, width]
-    rows: int  # of a block
+    rows: int  # per block
     tile_rows: int  # in one copy of a direct pair, a divisor of rows
     slice_rows: int  # in one copy of another pair, a divisor of tile_rows
     num_stages: int  # tiles in SMEM at a time
     stage_slices: int  # slices that one tile's room holds
     num_programs: int
-    num_slice_programs: int  # of these, how many take pairs that are not direct
+    num_slice_programs: int  # the programs among them for pairs that are not direct
 
 
-def takes(*, block_numbers: int, num_blocks: int, itemsize: int, compute_capability: float) -> bool:
-    """Whether the kernel takes pools of so many blocks, in all layers, of `block_numbers` keys or values each."""
-    return (
-        compute_capability == 9.0
-        and itemsize in (1, 2, 4)
-        and block_numbers % 16 == 0
-        and num_blocks * (block_numbers // largest_tile(block_numbers, itemsize)[0]) < 2**31  # rows
+class Copies(NamedTuple):
+    """Copies of blocks within pools."""
+
+    pools: tuple[Any, ...]  # each [layers, blocks, ...], of one shape and dtype
+    pairs: Any  # int32 [pairs, 2], source and destination: direct ones from the front, the others from the back
+    counts: Any  # int32 [2], the number of either
+
+
+def limits(copies: Copies, gpu: Gpu, _: Hints) -> Iterator[str]:
+    """Reasons to refuse the copies."""
+    first, *others = copies.pools
+    (num_layers, num_blocks, *block), itemsize = first.shape, first.dtype.itemsize
+    numbers = math.prod(block)
+    if not is_hopper(gpu) or copies.pairs.shape[0] == 0 or any(pool.shape != first.shape for pool in others):
+        yield "the kernel that copies blocks takes one pair at least, and pools of one shape, on Hopper."
+    if itemsize not in (1, 2, 4) or numbers % 16 or first.size == 0:
+        yield "the kernel that copies blocks takes blocks of a multiple of 16 numbers, of 1, 2 or 4 bytes each."
+    if num_layers * num_blocks * (numbers // largest_tile(numbers, itemsize)[0]) >= 2**31:
+        yield "the kernel that copies blocks takes fewer than 2^31 rows."
+
+
+def configure(copies: Copies, gpu: Gpu, _: Hints) -> Config:
+    num_layers, _, *block = copies.pools[0].shape
+    return default_config(
+        block_numbers=math.prod(block),
+        itemsize=copies.pools[0].dtype.itemsize,
+        num_pools=len(copies.pools),
+        num_layers=num_layers,
+        num_pairs=copies.pairs.shape[0],
+        num_sms=gpu.num_sms,
     )
+
+
+def launch(copies: Copies, config: Config) -> Any:
+    from pallas_kernels.copy_blocks import kernel
+
+    return kernel.launch(copies, config)
+
+
+KERNEL = Kernel("copy_blocks", "the kernel that copies blocks", limits, configure, launch)
 
 
 def default_config(

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import interpret
 from pallas_kernels.common.sizes import div, rem
-from pallas_kernels.copy_blocks.config import Config, padded_rows
+from pallas_kernels.copy_blocks.config import Config, Copies, padded_rows
 
 
 def _kernel(refs: dict[str, Any], *, config: Config, num_layers: int, num_blocks: int) -> None:
@@ -134,14 +134,9 @@ def _move(
     plgpu.wait_smem_to_gmem(0)  # all of it has arrived
 
 
-def launch(
-    pools: tuple[jax.Array, ...],  # each [layers, blocks, ...], of one shape and dtype
-    pairs: jax.Array,  # int32 [pairs, 2], source and destination: direct ones from the front, the others from the back
-    counts: jax.Array,  # int32 [2], how many there are of either
-    *,
-    config: Config,
-) -> tuple[jax.Array, ...]:
+def launch(copies: Copies, config: Config) -> tuple[jax.Array, ...]:
     """Returns the new pools, in place if XLA may overwrite the old ones. Ids are legal, destinations distinct."""
+    pools, pairs, counts = copies
     num_layers, num_blocks = pools[0].shape[:2]
     num_pairs, dtype = pairs.shape[0], pools[0].dtype
 

@@ -20,7 +20,7 @@ The same warps copy: while a tile is worked on, the next ones are on their way.
 | Q | GMEM to SMEM, once; to registers once, or with many rows for each tile |
 | S, m, l, O^T | registers, float32 |
 | P | registers to SMEM and back, because a warp has the weights of 16 tokens and needs all 64 |
-| out, lse | registers to GMEM, once the partitions of a sequence are merged (`merge`) |
+| out, lse | registers to GMEM, once the partitions of a sequence are merged (`results`) |
 
 To be read in this order:
 
@@ -29,12 +29,11 @@ To be read in this order:
 | `config` | what the kernel takes, and how a call is cut up |
 | `refs` | every array with its shape |
 | `kernel` | a program from its start to its end, and the launch |
-| `walk` | which tiles a program computes; `partition_plan`: how partitions are shared out by length |
-| `copies` | how Q, K and V are fetched: the only part that differs between GPUs; `common.cp_async`, `common.chunks` |
+| `walk` | which tiles a program computes; `common.partition_plan`: how partitions are shared out by length |
+| `copies` | how Q, K and V are fetched: the only part that differs between GPUs; `common.cp_async`, `common.mlir` |
 | `tiles` | where K and V of a tile are, and what the products read; `common.widen`: 8-bit caches |
-| `logits`, `softmax` | from the products of K and Q to the weights |
-| `merge` | how the partitions of a sequence are written, counted and merged |
-| `results` | how the rows are written |
+| `logits` | from the products of K and Q to the weights |
+| `results` | how the partitions of a sequence are merged, and the rows written |
 
 Only table entries of blocks with a token that some query sees are followed, and ids are clamped to the pool. Instead of
 other blocks, block 0 is fetched and masked. Values that no query may see are zeroed in registers, because 0 x NaN is
@@ -46,3 +45,5 @@ Sources: Dao et al., FlashAttention, 2022 (https://arxiv.org/abs/2205.14135) for
 (https://arxiv.org/abs/2309.06180) for the blocks; Hong et al., FlashDecoding++, 2023 (https://arxiv.org/abs/2311.01282)
 for padding the few rows to 8.
 """
+
+from pallas_kernels.decode.config import KERNEL as KERNEL

@@ -1,17 +1,19 @@
-"""What the decode kernel takes, and how a call is cut into partitions and stages.
+"""The limits of the decode kernel, and how a call is cut into runs, partitions and stages.
 
-Pure functions of ints: nothing here is traced, and all of it is tested on a CPU.
+Pure functions of shapes: nothing here is traced, and all of it is tested on a CPU.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from pallas_kernels.common.shapes import Shapes
+from pallas_kernels.common import partition_plan
+from pallas_kernels.common.interface import MOST_ROWS, MOST_SEQS, Call, Gpu, Hints, Kernel, Shapes
 from pallas_kernels.common.sizes import (
     COLUMNS,
     DTYPES_16BIT,
@@ -22,11 +24,9 @@ from pallas_kernels.common.sizes import (
 )
 
 TILE = 64  # tokens of a tile: 16 for each of four warps, the M dimension of their products
-MAX_ROWS = 64  # q_len * group
-MAX_SUMS = 128 * 128  # numbers of O, which the registers of a program hold
-MAX_HEAD_DIM, MAX_LATENT = 256, 640
-MAX_SEQS = 65535  # the grid's slowest axis, for which CUDA allows no more
-PROGRAM_OVERHEAD = 4 * 1024  # bytes of SMEM: 1024 that CUDA takes, 2048 for Mosaic's reductions, barriers
+MOST_SUMS = 128 * 128  # numbers of O, which the registers of a program hold
+MOST_HEAD_DIM, MOST_LATENT = 256, 640
+PROGRAM_OVERHEAD = 4 * 1024  # bytes of SMEM: 1024 that CUDA uses, 2048 for Mosaic's reductions, barriers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,57 +36,122 @@ class Config:
     copies: Literal["tma", "cp_async"]  # how tiles come to SMEM: see `copies`
     head_parts: int = 1  # programs that share the query heads of a KV head
     merged_by: Literal["last", "xla"] = "last"  # partitions of a sequence: by the program that is last, or by XLA
+    run: int = 1  # query tokens of a run
+    at_once: int | None = None  # partitions of a plan that run at the same time; None: it follows none
+    mapped_stages: int | None = None  # as num_stages, under `jax.vmap` in one partition; None: nothing changes there
+
+    @property
+    def partitions(self) -> int | Literal["plan"]:
+        return self.num_partitions if self.at_once is None else "plan"
+
+    def mapped(self) -> "Config":
+        """One partition a sequence, without a plan: mapped calls whose programs merge what others wrote run one after
+        the other."""
+        assert self.mapped_stages is not None
+        changes: Any = dict(num_partitions=1, num_stages=self.mapped_stages, merged_by="last")
+        return dataclasses.replace(self, **changes, at_once=None, mapped_stages=None)
 
 
-def limits(shapes: Shapes, compute_capability: float) -> Iterator[tuple[str, bool]]:
-    """What this kernel cannot take, with the limit and the value, and whether the call is beyond it. A limit may be
-    looked at only if the call is within those before."""
-    yield (
-        f"the decode kernel needs compute capability 8.0 (Ampere) or higher; got {compute_capability=}.",
-        compute_capability < LEAST_COMPUTE_CAPABILITY,
-    )
+def limits(call: Call, gpu: Gpu, hints: Hints) -> Iterator[str]:
+    """Reasons to refuse a call, with each limit and the value. A limit is looked at only if the call is
+    within those before."""
+    yield from call.option_limits()
+    run = _run(call, gpu.compute_capability)
+    yield from shape_limits(call.shapes(run), gpu.compute_capability)
+    if call.tree_mask is not None and run != call.tokens_per_seq:
+        yield (
+            f"the decode kernel takes a tree_mask of up to {MOST_ROWS} rows (q_len * heads / kv_heads), on a latent "
+            f'fewer; got q={list(call.q.shape)}, kv_heads={call.kv_heads}. Pass implementation="xla".'
+        )
+    num_runs = call.num_runs(run)
+    if num_runs > MOST_SEQS:
+        seqs, q_len, group = call.lengths.shape[0], call.tokens_per_seq, call.group
+        yield (
+            f"the decode kernel takes up to {MOST_SEQS} runs of query tokens in a call; got {seqs=}, "
+            f"{q_len=}, {group=}: {num_runs} runs of {run}. Pass fewer sequences or query tokens at a time."
+        )
+
+
+def shape_limits(shapes: Shapes, compute_capability: float) -> Iterator[str]:
+    """As `limits`."""
+    if compute_capability < LEAST_COMPUTE_CAPABILITY:
+        yield f"the decode kernel needs compute capability 8.0 (Ampere) or higher; got {compute_capability=}."
     q_dtype, cache_dtype = shapes.q_dtype, shapes.cache_dtype
-    yield f"the decode kernel takes q in bfloat16 or float16; got {q_dtype=!s}.", q_dtype not in DTYPES_16BIT
-    yield (
-        "the decode kernel takes a cache in q's dtype, in float8_e4m3fn, float8_e5m2 or int8; "
-        f"got {cache_dtype=!s}, {q_dtype=!s}.",
-        cache_dtype != q_dtype and not shapes.is_8bit,
-    )
-    yield (
-        "the decode kernel takes float8_e4m3fn from compute capability 8.9 on, float8_e5m2 and int8 "
-        f"from 8.0; got {compute_capability=}.",
-        cache_dtype == jnp.float8_e4m3fn and compute_capability < 8.9,
-    )
+    if q_dtype not in DTYPES_16BIT:
+        yield f"the decode kernel takes q in bfloat16 or float16; got {q_dtype=!s}."
+    if cache_dtype != q_dtype and not shapes.is_8bit:
+        yield (
+            "the decode kernel takes a cache in q's dtype, in float8_e4m3fn, float8_e5m2 or int8; "
+            f"got {cache_dtype=!s}, {q_dtype=!s}."
+        )
+    if cache_dtype == jnp.float8_e4m3fn and compute_capability < 8.9:
+        yield (
+            "the decode kernel takes float8_e4m3fn from compute capability 8.9 on, float8_e5m2 and int8 "
+            f"from 8.0; got {compute_capability=}."
+        )
     multiple = 16 // shapes.itemsize  # 16 bytes, one asynchronous copy
-    most = MAX_LATENT if shapes.is_latent else MAX_HEAD_DIM
+    most = MOST_LATENT if shapes.is_latent else MOST_HEAD_DIM
     head_dim, value_dim, block_size = shapes.head_dim, shapes.value_dim, shapes.block_size
-    yield (
-        f"the decode kernel takes a head_dim that is a multiple of 8 up to {most}, of an 8-bit cache of 16; "
-        f"got {head_dim=}, {value_dim=}, {cache_dtype=!s}.",
-        any(width > most or width % multiple for width in shapes.widths),
-    )
-    yield (
-        f"the decode kernel takes block sizes 8, 16, 32, or multiples of 64; got {block_size=}.",
-        not divides_tiles(block_size),
-    )
+    if any(width > most or width % multiple for width in shapes.widths):
+        yield (
+            f"the decode kernel takes a head_dim that is a multiple of 8 up to {most}, of an 8-bit cache of 16; "
+            f"got {head_dim=}, {value_dim=}, {cache_dtype=!s}."
+        )
+    if not divides_tiles(block_size):
+        yield f"the decode kernel takes block sizes 8, 16, 32, or multiples of 64; got {block_size=}."
     shapes = of_program(shapes, compute_capability)
     q_len, group = shapes.q_len, shapes.group
-    yield (
-        f"the decode kernel takes up to {MAX_ROWS} rows (q_len * group) a KV head; got {q_len=}, {group=}.",
-        q_len * group > MAX_ROWS,
-    )
+    if q_len * group > MOST_ROWS:
+        yield f"the decode kernel takes up to {MOST_ROWS} rows (q_len * group) a KV head; got {q_len=}, {group=}."
     needed, room = smem_bytes(shapes, 1), program_smem(compute_capability)
-    yield (
-        f"the decode kernel has {room} bytes of shared memory on this GPU, and needs {needed} for "
-        f"{head_dim=}, {q_len=}, {group=}. Pass fewer query tokens at a time.",
-        needed > room,
+    if needed > room:
+        yield (
+            f"the decode kernel has {room} bytes of shared memory on this GPU, and needs {needed} for "
+            f"{head_dim=}, {q_len=}, {group=}. Pass fewer query tokens at a time."
+        )
+
+
+def configure(call: Call, gpu: Gpu, hints: Hints) -> Config:
+    run = _run(call, gpu.compute_capability)
+    shapes = call.shapes(run)
+    if not call.causal:  # query tokens that see the same become heads
+        shapes = dataclasses.replace(shapes, q_len=1, group=run * call.group)
+    seqs, pairs = call.lengths.shape[0], call.num_runs(run) * call.kv_heads
+    at_once = partition_plan.programs_at_once(gpu.num_sms, call.kv_heads)
+    planned = call.follows_plan
+    if call.plan is None and hints.num_partitions is None:
+        seen = call.visible(hints.window)
+        pays = partition_plan.plan_pays(gpu.num_sms, pairs=seqs * call.kv_heads, seen=seen)
+        planned = pays and call.can_follow(partition_plan.default_total(seqs, at_once))
+    of_call = functools.partial(
+        default_config,
+        shapes,
+        pairs=pairs,
+        capacity=call.capacity,
+        num_sms=gpu.num_sms,
+        compute_capability=gpu.compute_capability,
+        window=hints.window,
     )
+    config = of_call(num_partitions=hints.num_partitions, planned=planned)
+    mapped_stages = None
+    if planned or (hints.num_partitions is None and config.num_partitions > 1):
+        mapped_stages = of_call(num_partitions=1).num_stages
+    return dataclasses.replace(config, run=run, at_once=at_once if planned else None, mapped_stages=mapped_stages)
+
+
+def launch(call: Call, config: Config) -> Any:
+    from pallas_kernels.decode import kernel
+
+    return kernel.launch(call, config)
+
+
+KERNEL = Kernel("paged_decode", "the decode kernel", limits, configure, launch)
 
 
 def default_config(
     shapes: Shapes,
     *,
-    pairs: int,  # of a sequence and a KV head
+    pairs: int,  # pairs of a sequence and a KV head
     capacity: int,  # tokens that a table row can hold: it bounds the lengths
     num_sms: int,
     compute_capability: float,
@@ -94,6 +159,7 @@ def default_config(
     num_partitions: int | None = None,  # fixed by the caller
     planned: bool = False,  # the partitions of a plan instead
 ) -> Config:
+    """For the shapes of a run."""
     one = of_program(shapes, compute_capability)
     parts = shapes.group // one.group
 
@@ -101,7 +167,7 @@ def default_config(
         room = program_smem(compute_capability, resident)
         return next(n for n in itertools.count() if smem_bytes(one, n + 1) > room)
 
-    # One program computes while the others wait; more rows take the registers of two. The programs of a plan even out
+    # One program computes while the others wait; more rows need the registers of two. The programs of a plan even out
     # the lengths: the more of them, the better. [one_kernel_h200, plans_h100 of benchmarks/results/decisions/]
     resident = 2 if fitting_stages(2) >= 2 else 1
     if one.rows <= 16 and fitting_stages(4) >= (1 if planned else 2):
@@ -110,7 +176,7 @@ def default_config(
     if planned:
         num_partitions = 1
     if num_partitions is None:
-        # For the program that is last, to merge n partials takes about as long as n tiles. [one_kernel_h200]
+        # For the program that is last, to merge n partials costs about as much as n tiles. [one_kernel_h200]
         seen = capacity if window is None else min(capacity, window + shapes.q_len - 1)
         most = seen // (2 * TILE) if shapes.is_latent else 2 * math.isqrt(seen // 128)
         num_partitions = max(1, min(resident * num_sms // (pairs * parts), most))
@@ -121,32 +187,42 @@ def default_config(
         # [portable_stages_h100 of benchmarks/results/decisions/]
         copies="tma" if compute_capability >= 9.0 and is_whole else "cp_async",
         head_parts=parts,
-        # The sums of a latent are as large as half a tile. One program would take too long to read many of them.
+        # The sums of a latent are as large as half a tile. One program would need too long to read many of them.
         # [latents_h100 of benchmarks/results/decisions/]
         merged_by="xla" if shapes.is_latent and num_partitions > 1 else "last",
     )
 
 
+def _run(call: Call, compute_capability: float) -> int:
+    """Query tokens of a run."""
+    is_plain = call.causal and call.v_cache is not None
+    return call.run_tokens(MOST_ROWS if is_plain else most_rows(call.shapes(), compute_capability))
+
+
 def most_rows(shapes: Shapes, compute_capability: float) -> int:
-    """Rows, a multiple of 8, that a program has shared memory and registers for."""
+    """Rows, a multiple of 8, that a program has shared memory and registers for, whatever q_len and the group."""
+    return _most_rows(dataclasses.replace(shapes, q_len=1, group=1), compute_capability)
+
+
+@functools.cache  # limits and configuration both need it
+def _most_rows(shapes: Shapes, compute_capability: float) -> int:
     room, width = program_smem(compute_capability), round_up(shapes.value_dim, COLUMNS)
-    # The addresses of cp.async take registers too.
-    most_sums = MAX_SUMS // 2 if shapes.is_latent and compute_capability < 9.0 else MAX_SUMS
+    # The addresses of cp.async need registers too.
+    most_sums = MOST_SUMS // 2 if shapes.is_latent and compute_capability < 9.0 else MOST_SUMS
     fitting = (
         rows
-        for rows in range(8, MAX_ROWS + 1, 8)
-        if rows * width <= most_sums and smem_bytes(dataclasses.replace(shapes, q_len=1, group=rows), 1) <= room
+        for rows in range(8, MOST_ROWS + 1, 8)
+        if rows * width <= most_sums and smem_bytes(dataclasses.replace(shapes, group=rows), 1) <= room
     )
     return max(fitting, default=8)  # which is too much: see `limits`
 
 
 def of_program(shapes: Shapes, compute_capability: float) -> Shapes:
     """With the query heads of one program: of a latent the fewest programs share them."""
-    group = shapes.group
-    if shapes.is_latent:
-        most = most_rows(shapes, compute_capability)
-        group = next(heads for heads in range(group, 0, -1) if group % heads == 0 and heads <= most)
-    return dataclasses.replace(shapes, group=group)
+    if not shapes.is_latent:
+        return shapes
+    most, group = most_rows(shapes, compute_capability), shapes.group
+    return dataclasses.replace(shapes, group=next(n for n in range(group, 0, -1) if group % n == 0 and n <= most))
 
 
 def program_smem(compute_capability: float, resident: int = 1) -> int:
@@ -154,13 +230,8 @@ def program_smem(compute_capability: float, resident: int = 1) -> int:
     return smem_per_sm(compute_capability) // resident - PROGRAM_OVERHEAD
 
 
-def partial_size(shapes: Shapes) -> int:
-    """Float32 numbers of the sums that a partition of one KV head writes to memory."""
-    return shapes.rows * round_up(shapes.value_dim, COLUMNS)
-
-
 def smem_bytes(shapes: Shapes, num_stages: int) -> int:
-    """Of the arrays of `refs.scratch`, without barriers and what Mosaic adds."""
+    """Bytes of the arrays of `refs.scratch`, without barriers and what Mosaic adds."""
     q = shapes.rows * round_up(shapes.head_dim, COLUMNS) * 2
     rings = [round_up(width, COLUMNS) * shapes.itemsize for width in shapes.widths]
     sizes = [q, TILE * shapes.rows * 2]

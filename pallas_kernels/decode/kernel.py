@@ -1,7 +1,7 @@
 """The body of the decode kernel, and its launch."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,22 +10,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.fetch import Ids
+from pallas_kernels.common.interface import Call, Shapes, given
+from pallas_kernels.common.interpret import in_this_mode
+from pallas_kernels.common.launch import OptionRefs, bits_by_row, by_row
 from pallas_kernels.common.launch import launch as launch_kernel
 from pallas_kernels.common.merge_parts import merge
-from pallas_kernels.common.option_refs import OptionRefs, bits_by_row, by_row
-from pallas_kernels.common.options import AttentionOptions, given
-from pallas_kernels.common.rows import LOWEST, RIGHT, ROWS_LAST, normalise, zeros
+from pallas_kernels.common.rows import LOWEST, RIGHT, ROWS_LAST, zeros
 from pallas_kernels.common.scales import of_head, over_tokens, scaled
-from pallas_kernels.common.shapes import Shapes
 from pallas_kernels.common.sizes import COLUMNS, rem, round_up
+from pallas_kernels.common.softmax import normalise
 from pallas_kernels.decode.config import TILE, Config
 from pallas_kernels.decode.copies import copies_of
-from pallas_kernels.decode.logits import Logits
-from pallas_kernels.decode.merge import Partials, Sums, partial_types
-from pallas_kernels.decode.partition_plan import PartitionPlan
+from pallas_kernels.decode.logits import Logits, softmax
 from pallas_kernels.decode.refs import Refs, scratch
-from pallas_kernels.decode.results import store
-from pallas_kernels.decode.softmax import softmax
+from pallas_kernels.decode.results import Partials, Sums, partial_types, store_rows
 from pallas_kernels.decode.tiles import Tiles, product
 from pallas_kernels.decode.walk import Walk, make_grid
 
@@ -123,7 +121,7 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
         factor, lse = normalise(sums.m, sums.l, sinks)
         factor = scaled(factor, of_head(refs.options.v_scale, refs.cache_head(partition.kv_head)))
         parts = [tiles.ordered(part * ROWS_LAST.over(factor, part.shape)).astype(refs.out.dtype) for part in sums.acc]
-        store(parts, lse, refs.out, refs.lse, row, partition.kv_head, refs.group)
+        store_rows(parts, lse, refs.out, refs.lse, row, partition.kv_head, refs.group)
 
     def sums() -> Sums:  # within a branch: before it they take 35 registers more
         return Sums(state.acc, state.m, state.l.sum(axis=0))
@@ -137,22 +135,27 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
     pl.when(partition.count != 1)(lambda: partials.merge(sums(), finish))
 
 
-def launch(
-    q: jax.Array,  # [seqs, q_len, heads, head_dim]
-    k_cache: jax.Array,  # [blocks, block_size, kv_heads, head_dim]
-    v_cache: jax.Array | None,  # [blocks, block_size, kv_heads, value_dim]; None: the first columns of k_cache
-    block_tables: jax.Array,  # int32 [seqs, max_blocks]
-    lengths: jax.Array,  # int32 [seqs], within 0 and the capacity of a table row
-    options: AttentionOptions,
-    *,
-    value_dim: int | None = None,  # without v_cache
-    plan: PartitionPlan | None = None,  # instead of the config's partitions, which are 1
-    config: Config,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns out [seqs, q_len, heads, value_dim] in q's dtype, and lse f32 [seqs, q_len, heads]."""
-    assert plan is None or config.num_partitions == 1
+def launch(call: Call, config: Config) -> tuple[jax.Array, jax.Array]:
+    """Of a uniform call, with `tree_bits` for its mask and a plan if `config` follows one: out [seqs, q_len, heads,
+    value_dim] in q's dtype, and lse f32 [seqs, q_len, heads]. Mapped calls follow no plan: see `Config.mapped`."""
+    compute = functools.partial(_launch, config=config)
+    if config.mapped_stages is None:
+        return compute(call)
+
+    def mapped(axis_size: int, is_mapped: list[Any], call: Call) -> Any:
+        axes = jax.tree.map(lambda its: 0 if its else None, is_mapped[0])
+        one_partition = functools.partial(_launch, config=config.mapped())
+        return jax.vmap(one_partition, (axes,), axis_size=axis_size)(call), (True, True)
+
+    unless_mapped = jax.custom_batching.custom_vmap(compute)
+    unless_mapped.def_vmap(in_this_mode(mapped))
+    return unless_mapped(call)
+
+
+def _launch(call: Call, *, config: Config) -> tuple[jax.Array, jax.Array]:
+    q, options, plan = call.q, call.options, None if config.at_once is None else call.plan
     seqs, q_len, heads, _ = q.shape
-    shapes = Shapes.of(q, k_cache, v_cache, value_dim, q_len=q_len, parts=config.head_parts)
+    shapes = Shapes.of(q, call.k_cache, call.v_cache, call.value_dim, q_len=q_len, parts=config.head_parts)
     kv_heads, out_dim, rows = heads // shapes.group, shapes.value_dim, shapes.rows
     by_xla = config.merged_by == "xla"
 
@@ -160,10 +163,10 @@ def launch(
     tree_bits = given(options.tree_bits, functools.partial(bits_by_row, group=shapes.group, rows=rows))
     inputs = {
         "q": q,
-        "k_cache": k_cache,
-        "v_cache": v_cache,
-        "block_tables": block_tables,
-        "lengths": lengths,
+        "k_cache": call.k_cache,
+        "v_cache": call.v_cache,
+        "block_tables": call.block_tables,
+        "lengths": call.lengths,
         "partitions": given(plan, lambda plan: plan.partitions),
         "partition_starts": given(plan, lambda plan: plan.partition_starts),
         "options": OptionRefs.of(options, per_row, with_sinks=not by_xla, tree_bits=tree_bits),

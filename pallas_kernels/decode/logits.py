@@ -1,4 +1,7 @@
-"""From the products of queries and keys to the logits: scale, soft cap, ALiBi, mask."""
+"""From the products of queries and keys to the weights: scale, soft cap, ALiBi, mask, and the online softmax.
+
+Everything here is traced inside the kernel.
+"""
 
 import dataclasses
 from typing import Any
@@ -8,10 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common.logits import soft_capped
-from pallas_kernels.common.options import given
+from pallas_kernels.common.interface import given
 from pallas_kernels.common.rows import LOG2E, LOWEST, ROWS, ROWS_LAST
-from pallas_kernels.common.scales import of_head, scaled
+from pallas_kernels.common.scales import of_head, over_tokens, peaks, scaled
+from pallas_kernels.common.sizes import zero_unless
+from pallas_kernels.common.softmax import soft_capped
 from pallas_kernels.decode.config import TILE
 from pallas_kernels.decode.refs import Refs
 from pallas_kernels.decode.walk import Walk
@@ -74,3 +78,27 @@ def row_tokens(shape: tuple[int, ...], group: int) -> jax.Array:
     """The query token of each row, int32 `shape`, the rows on axis 1."""
     rows = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=ROWS)
     return rows if group == 1 else lax.div(rows, jnp.full(shape, group, jnp.int32))
+
+
+def softmax(
+    logits: jax.Array,  # f32 [tile, rows], in units of log2
+    visible: jax.Array | None,  # bool [tile, rows]; None: all
+    v_scales: jax.Array | None,  # f32 [tile]
+    m: jax.Array,
+    l: jax.Array,
+    headroom: float,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The new m and l, what sums so far are multiplied with, f32 [rows], and the weights times `v_scales`."""
+    highest = (logits if v_scales is None else peaks(logits, v_scales, ROWS_LAST, visible)).max(axis=0)
+    m_new = jnp.maximum(m, highest - headroom if headroom else highest)
+    alpha = jnp.exp2(m - m_new)
+
+    def masked(p: jax.Array) -> jax.Array:
+        return p if visible is None else zero_unless(visible, p)
+
+    # A row that has seen nothing yet has m = LOWEST, and exp2(LOWEST - LOWEST) is 1.
+    p = masked(jnp.exp2(logits - ROWS_LAST.over(m_new, logits.shape)))
+    l = l * ROWS_LAST.over(alpha, l.shape) + p
+    if v_scales is not None:
+        p = masked(p * over_tokens(v_scales, p.shape, ROWS_LAST))  # the scale of a token that is not there may be NaN
+    return m_new, l, alpha, p

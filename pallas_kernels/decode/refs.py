@@ -9,10 +9,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import widen
 from pallas_kernels.common.fetch import rows_of_copy
-from pallas_kernels.common.option_refs import OptionRefs
+from pallas_kernels.common.interface import Shapes
+from pallas_kernels.common.launch import OptionRefs
 from pallas_kernels.common.rows import matrix
 from pallas_kernels.common.scales import ring_types
-from pallas_kernels.common.shapes import Shapes
 from pallas_kernels.common.sizes import COLUMNS, div, round_up
 from pallas_kernels.decode.config import TILE, Config
 
@@ -41,7 +41,7 @@ class Refs:
     # Of a plan, GMEM
     partitions: Any = None  # int32 [total_partitions, 3]
     partition_starts: Any = None  # int32 [seqs + 1]
-    # Of several partitions, GMEM: see `merge.partial_types`
+    # Of several partitions, GMEM: see `results.partial_types`
     partial_acc: Any = None  # f32 [partitions of all sequences, kv_heads, value_width, rows]
     partial_ml: Any = None  # f32 [partitions of all sequences, kv_heads, 1, 2, rows]
     arrivals: Any = None  # int32 [seqs, kv_heads, 1], how many partitions are stored

@@ -12,9 +12,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import sizes
+from pallas_kernels.common.partition_plan import PartitionPlan
 from pallas_kernels.common.sizes import div
 from pallas_kernels.decode.config import TILE
-from pallas_kernels.decode.partition_plan import PartitionPlan
 
 
 @dataclasses.dataclass(frozen=True)

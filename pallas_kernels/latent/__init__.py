@@ -20,3 +20,5 @@ the tile's values, and each fetches its half of the next tile into the place tha
 
 Source of the division: FlashMLA (https://github.com/deepseek-ai/FlashMLA).
 """
+
+from pallas_kernels.latent.config import KERNEL as KERNEL

@@ -11,12 +11,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.fetch import Ids, blocks_of_tile, copy_tile, rows_of_copy
+from pallas_kernels.common.interface import Call
 from pallas_kernels.common.interpret import interpreted_by
 from pallas_kernels.common.launch import launch as launch_kernel
 from pallas_kernels.common.merge_parts import merge
-from pallas_kernels.common.rescale import HEADROOM, rescale
-from pallas_kernels.common.rows import LOG2E, LOWEST, ROWS, ROWS_FIRST, matrix, normalise, store, zeros
+from pallas_kernels.common.rows import LOG2E, LOWEST, ROWS, ROWS_FIRST, matrix, store, zeros
 from pallas_kernels.common.sizes import COLUMNS, ceil_div, count_tiles, rem, zero_unless
+from pallas_kernels.common.softmax import normalise, raised, rescale
 from pallas_kernels.latent.config import HEADS, REST, TILE, Config
 
 
@@ -137,9 +138,7 @@ class Warpgroup:
         acc, m, l, _ = state
         logits = self._scores() * (refs.scale[0] * LOG2E)
         logits = lax.cond(self._is_partial(i), functools.partial(self._masked, i), lambda x: x, logits)
-        highest = logits.max(axis=1)
-        m_new = jnp.where(highest > m + HEADROOM, highest, m)
-        alpha = jnp.exp2(m - m_new)
+        m_new, alpha = raised(m, logits.max(axis=1))
         p = jnp.exp2(logits - ROWS_FIRST.over(m_new, logits.shape))
         refs.rest_smem[own] = p.astype(refs.rest_smem.dtype)  # with a barrier: all warps have multiplied the keys
         store(refs.m_smem.at[own], m_new)
@@ -235,17 +234,10 @@ def _kernel(refs: Refs, *, config: Config) -> None:
     Warpgroup.of(refs, num_partitions=config.num_partitions).run()
 
 
-def launch(
-    q: jax.Array,  # [seqs, heads, head_dim]
-    cache: jax.Array,  # [blocks, block_size, 1, head_dim]
-    block_tables: jax.Array,  # int32 [seqs, max_blocks]
-    lengths: jax.Array,  # int32 [seqs], within 0 and the capacity of a table row
-    scale: jax.Array,  # f32 []
-    *,
-    value_dim: int,
-    config: Config,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns out [seqs, heads, value_dim] in q's dtype, and lse f32 [seqs, heads]."""
+def launch(call: Call, config: Config) -> tuple[jax.Array, jax.Array]:
+    """Of a uniform call of one query token: out [seqs, 1, heads, value_dim] in q's dtype, and lse f32 [seqs, 1,
+    heads]."""
+    q, cache, value_dim = call.q[:, 0], call.k_cache, call.value_dim
     seqs, heads, head_dim = q.shape
     chunks, partitions = heads // HEADS, config.num_partitions
     smem = functools.partial(plgpu.SMEM, dtype=q.dtype, transforms=matrix(COLUMNS, 2))
@@ -257,9 +249,9 @@ def launch(
         {
             "q": q.reshape(seqs, chunks, HEADS, head_dim),
             "cache": cache,
-            "block_tables": block_tables,
-            "lengths": lengths,
-            "scale": scale.reshape(1),
+            "block_tables": call.block_tables,
+            "lengths": call.lengths,
+            "scale": call.options.scale.reshape(1),
         },
         {
             "out": jax.ShapeDtypeStruct(
@@ -285,7 +277,5 @@ def launch(
         ),
     )
     outs, lses = out.reshape(partitions, seqs, heads, value_dim), lse.reshape(partitions, seqs, heads)
-    if partitions == 1:
-        return outs[0], lses[0]
-    merged, lse = merge(outs, lses, None)
-    return merged.astype(q.dtype), lse
+    out, lse = (outs[0], lses[0]) if partitions == 1 else merge(outs, lses, None)
+    return out.astype(q.dtype)[:, None], lse[:, None]

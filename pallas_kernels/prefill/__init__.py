@@ -39,7 +39,7 @@ product, because 0 x NaN is NaN; only tiles with such a row need that.
 | `config` | what the kernel takes, and how a call is cut up |
 | `refs` | every array with its shape, and the shared memory |
 | `kernel` | a program from its start to its end |
-| `launch` | how both forms of the kernel are called; `common.merge_parts`: the parts of an item, put together |
+| `launch` | how both prefill kernels are called; `common.merge_parts`: the parts of an item, put together |
 | `work_list`, `item` | the items, and an item inside the kernel |
 | `fetch` | how K and V are fetched |
 | `widener`, `scales` | how an 8-bit cache is widened, and its scales fetched; `common.scales`: where they are used |
@@ -50,3 +50,5 @@ product, because 0 x NaN is NaN; only tiles with such a row need that.
 
 Source: Shah et al., FlashAttention-3, 2024 (https://arxiv.org/abs/2407.08608).
 """
+
+from pallas_kernels.prefill.config import KERNEL as KERNEL

@@ -1,13 +1,17 @@
-"""What the prefill kernel takes, and how a call is cut up."""
+"""The limits of the prefill kernel, and how a call is cut up."""
 
 import dataclasses
 import math
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
-from pallas_kernels.common.shapes import Shapes
+from pallas_kernels.common.interface import MOST_ROWS, Call, Gpu, Hints, Kernel, Shapes, is_hopper
 from pallas_kernels.common.sizes import DTYPES_16BIT, round_up
 
 ITEM_ROWS = 128
-WG_ROWS = 64  # of them, for each of two warpgroups
+WG_ROWS = 64  # per warpgroup that computes
+# Rows of a KV head up to which the decode kernel is faster. [one_kernel_h200 of benchmarks/results/decisions/]
+FEW_ROWS = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,17 +21,23 @@ class Cut:
     num_programs: int
     heads: int  # query heads of an item, which divide the group
     item_tokens: int  # query tokens of an item, a multiple of 8
-    tile_tokens: int  # of keys, a step
-    num_parts: int = 1  # of the tiles that an item sees, each a program's; more than one are merged after the kernel
-    causal: bool = True  # False: every query token sees the whole sequence, and stands at its last token
+    tile_tokens: int  # keys of a step
+    num_parts: int = 1  # programs that share the tiles of an item; several parts are merged after the kernel
+    causal: bool = True  # False: every query token sees the whole sequence, from its last position
+    run: ClassVar[int] = 0  # the query tokens are packed
+    at_once: ClassVar[None] = None
+
+    @property
+    def partitions(self) -> int:
+        return self.num_parts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Cut):
     num_stages: int  # tiles of K, and of V, in SMEM, of 16 bits
-    # Of O at a time through SMEM of their own, beside which the next item's Q is fetched; 0: through Q's.
+    # O leaves through SMEM of its own, by so many columns, while the next item's Q is fetched; 0: through Q's.
     output_columns: int
-    registers: tuple[int, int]  # of a thread that computes, and of one that fetches or widens
+    registers: tuple[int, int]  # per thread that computes, and per thread that fetches or widens
     num_8bit_stages: int  # tiles of K, and of V, of an 8-bit cache, as they are fetched; 0: of 16 bits
 
     @property
@@ -42,32 +52,69 @@ class Config(Cut):
         return self.num_8bit_stages + self.num_stages
 
 
-def takes(shapes: Shapes, compute_capability: float) -> bool:
-    """Whether this kernel takes a call; what it does not take goes to the decode kernel, in runs."""
-    heads_8bit = (*range(32, 129, 16), 192)
-    return compute_capability == 9.0 and takes_shapes(shapes) and (not shapes.is_8bit or shapes.head_dim in heads_8bit)
+def limits(call: Call, gpu: Gpu, hints: Hints) -> Iterator[str]:
+    """Reasons to refuse a call."""
+    if not is_hopper(gpu):
+        yield "the prefill kernel needs compute capability 9.0."
+    yield from limits_of_prompts(call, hints)
+    if call.shapes().is_8bit and call.head_dim not in (*range(32, 129, 16), 192):
+        yield "the prefill kernel takes an 8-bit cache of head_dim 192, or a multiple of 16 up to 128."
 
 
-def takes_shapes(shapes: Shapes) -> bool:
-    """Whether both prefill kernels take them."""
-    return (
+def limits_of_prompts(call: Call, hints: Hints) -> Iterator[str]:
+    """As `limits`, of both prefill kernels."""
+    yield from call.option_limits()
+    q_len, shapes = call.tokens_per_seq, call.shapes()
+    # The decode kernel keeps single tokens, of all the heads that it has room for.
+    if q_len is not None and q_len * call.group <= (MOST_ROWS if q_len == 1 else FEW_ROWS):
+        yield "the decode kernel is faster for few rows of a KV head."
+    if call.tree_mask is not None or hints.num_partitions not in (None, 1) or call.follows_plan:
+        yield "a prefill kernel takes neither a tree_mask, a number of partitions nor a plan."
+    if not (
         shapes.head_dim in range(32, 257, 16)
         and shapes.widths == (shapes.head_dim, shapes.head_dim)
         and shapes.block_size in (8, 16, 32, 64, 128, 256)
         and shapes.q_dtype in DTYPES_16BIT
         and (shapes.cache_dtype == shapes.q_dtype or shapes.is_8bit)
-    )
+    ):
+        yield "a prefill kernel takes head_dim 32 to 256 in steps of 16, blocks of 8 to 256, and 16-bit queries."
+
+
+def configure(call: Call, gpu: Gpu, hints: Hints) -> Config:
+    return in_parts(default_config(call.shapes(), num_sms=gpu.num_sms), call, gpu, hints)
+
+
+def in_parts[C: Cut](config: C, call: Call, gpu: Gpu, hints: Hints) -> C:
+    """The configuration for this call: one part, if a number was asked for, because the bits of such a call do not
+    depend on the GPU."""
+    num_runs = call.num_runs(config.item_tokens)  # at most
+    if call.tokens_per_seq is None and not call.causal:
+        num_runs = -(-call.q.shape[0] // config.item_tokens)  # in groups that share a prefix there are few others
+    num_items, num_parts = num_runs * (call.q.shape[-2] // config.heads), 1
+    if hints.num_partitions is None:
+        seen = call.visible(hints.window)
+        num_parts = default_parts(num_items=num_items, visible=seen, head_dim=call.head_dim, num_sms=gpu.num_sms)
+    return dataclasses.replace(config, causal=call.causal, num_parts=num_parts)
+
+
+def launch(call: Call, config: Config) -> Any:
+    from pallas_kernels.prefill import kernel
+
+    return kernel.launch(call, config)
+
+
+KERNEL = Kernel("paged_prefill", "the prefill kernel", limits, configure, launch)
 
 
 def default_config(shapes: Shapes, *, num_sms: int) -> Config:
     heads, item_tokens = heads_and_tokens(shapes.group)
     width = round_up(shapes.head_dim, 64)
-    # Of head_dim 128, O takes 64 registers of a thread: 128 tokens a step spill registers, and 64 are faster on an
-    # H100. Of head_dim 64 none are spilled, and 128 are faster. Three warpgroups, for which it leaves registers too,
-    # take 0.95 of the time of two at 8 x 1024, 1.12 with 32/32 heads and 1.28 for 64 tokens after 2048.
+    # At head_dim 128, O needs 64 registers of a thread: 128 tokens a step spill registers, and 64 are faster on an
+    # H100. At head_dim 64 none are spilled, and 128 are faster. Three warpgroups, for which it leaves registers too,
+    # need 0.95 of the time of two at 8 x 1024, 1.12 with 32/32 heads and 1.28 for 64 tokens after 2048.
     # [prefill_warpgroups_h100 of benchmarks/results/decisions/]
     tile_tokens, num_stages = {64: (128, 4), 128: (64, 4), 192: (64, 3), 256: (64, 2)}[width]
-    # 64 prompts of 1 to 1024 tokens take 463 to 498 us with SMEM of its own for O, 534 to 547 where O leaves through
+    # 64 prompts of 1 to 1024 tokens last 463 to 498 us with SMEM of its own for O, 534 to 547 where O leaves through
     # that of Q. A second Q in its stead is not faster. Of head_dim 256 half of O has room: 8 x 1024 347 us, a quarter
     # 357, through Q's 414; of 192 a third gains nothing.
     # [prefill_ahead_h100, prefill_variants_h100 of benchmarks/results/decisions/]
@@ -75,7 +122,7 @@ def default_config(shapes: Shapes, *, num_sms: int) -> Config:
     registers, num_8bit_stages = (232, 40), 0
     if shapes.itemsize == 1:
         num_stages, num_8bit_stages = {64: (3, 3), 128: (3, 3), 192: (2, 3)}[width]
-        registers = (216, 40)  # of 512 threads, which have 65536 together
+        registers = (216, 40)  # for 512 threads, which share 65536
     return Config(
         num_programs=num_sms,
         heads=heads,

@@ -10,15 +10,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.fetch import Ring
-from pallas_kernels.common.options import AttentionOptions
+from pallas_kernels.common.interface import Call
 from pallas_kernels.common.rows import matrix
 from pallas_kernels.common.scales import of_head, scaled
-from pallas_kernels.common.shapes import Shapes
 from pallas_kernels.common.sizes import COLUMNS
 from pallas_kernels.prefill.config import ITEM_ROWS, WG_ROWS, Config
 from pallas_kernels.prefill.fetch import Fetcher
 from pallas_kernels.prefill.item import Items
-from pallas_kernels.prefill.launch import Form
+from pallas_kernels.prefill.launch import launch_items
 from pallas_kernels.prefill.logits import Logits
 from pallas_kernels.prefill.products import products_of
 from pallas_kernels.prefill.refs import Refs, scratch
@@ -26,7 +25,6 @@ from pallas_kernels.prefill.rows_of_item import RowsOfItem
 from pallas_kernels.prefill.scales import Scales
 from pallas_kernels.prefill.steps import Steps
 from pallas_kernels.prefill.widener import Widener
-from pallas_kernels.prefill.work_list import WorkList
 
 Numbers = tuple[jax.Array, ...]  # of an item, see `Items.read`
 
@@ -138,16 +136,18 @@ def matrix_columns(head_dim: int, eight_bit: bool) -> int:
     return COLUMNS if eight_bit else next(n for n in (64, 32, 16) if head_dim % n == 0 or head_dim < n)
 
 
-def form(q: jax.Array, k_cache: jax.Array, _: WorkList, options: AttentionOptions, config: Config) -> Form:
-    """As it computes a call, see `prefill.launch`."""
-    shapes = Shapes.of(q, k_cache, k_cache)
+def launch(call: Call, config: Config) -> tuple[jax.Array, jax.Array]:
+    """Of a packed call, see `launch_items`."""
+    shapes, options = call.shapes(), call.options
     transforms = matrix(matrix_columns(shapes.head_dim, shapes.is_8bit), 2)
-    scratch_types = scratch(config, shapes, (options.k_scale, options.v_scale), transforms)
-    return Form(
-        name="paged_prefill",
-        body=functools.partial(_kernel, config=config, transforms=transforms),
-        refs=Refs,
+    return launch_items(
+        "paged_prefill",
+        functools.partial(_kernel, config=config, transforms=transforms),
+        Refs,
+        call,
+        config,
         rows=ITEM_ROWS,
-        num_programs=config.num_programs,
-        how=dict(num_threads=4 if shapes.is_8bit else 3, thread_name="warpgroup", scratch_types=scratch_types),
+        num_threads=4 if shapes.is_8bit else 3,
+        thread_name="warpgroup",
+        scratch_types=scratch(config, shapes, (options.k_scale, options.v_scale), transforms),
     )

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common.logits import soft_capped
 from pallas_kernels.common.rows import LOG2E, ROWS, ROWS_FIRST
+from pallas_kernels.common.softmax import soft_capped
 from pallas_kernels.prefill.item import Item, row_tokens
 
 

@@ -21,8 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import llvm, nvvm
 
 from pallas_kernels.common.interpret import interpreted
-from pallas_kernels.common.mlir import constant, integer
-from pallas_kernels.common.registers import make_array
+from pallas_kernels.common.mlir import constant, integer, make_array
 from pallas_kernels.common.rows import ROWS
 
 F32 = jnp.dtype(jnp.float32)

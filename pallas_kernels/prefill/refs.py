@@ -6,10 +6,10 @@ from typing import Any
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.fetch import WARPS, rows_of_copy
+from pallas_kernels.common.interface import Shapes
 from pallas_kernels.common.interpret import two_views
-from pallas_kernels.common.option_refs import OptionRefs
+from pallas_kernels.common.launch import OptionRefs
 from pallas_kernels.common.scales import ring_types
-from pallas_kernels.common.shapes import Shapes
 from pallas_kernels.common.sizes import round_up
 from pallas_kernels.prefill.config import WG_ROWS, Config
 

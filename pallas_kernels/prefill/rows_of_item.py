@@ -18,14 +18,28 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, memref
 
 from pallas_kernels.common import cp_async
-from pallas_kernels.common.chunks import below, chunks, i32, is_less, pointer, product, quotient, total, wide
+from pallas_kernels.common.interface import given
 from pallas_kernels.common.interpret import interpreted_by
-from pallas_kernels.common.mlir import arith, integer, scf
-from pallas_kernels.common.options import given
-from pallas_kernels.common.registers import numbers_of, scalar_of
-from pallas_kernels.common.rows import ROWS, ROWS_FIRST, normalise
+from pallas_kernels.common.mlir import (
+    arith,
+    below,
+    chunks,
+    i32,
+    integer,
+    is_less,
+    numbers_of,
+    pointer,
+    product,
+    quotient,
+    scalar_of,
+    scf,
+    total,
+    wide,
+)
+from pallas_kernels.common.rows import ROWS, ROWS_FIRST
 from pallas_kernels.common.scales import scaled
 from pallas_kernels.common.sizes import COLUMNS, div, zero_unless
+from pallas_kernels.common.softmax import normalise
 from pallas_kernels.prefill.config import Cut
 from pallas_kernels.prefill.item import Item
 from pallas_kernels.prefill.refs import Arrays

@@ -6,9 +6,9 @@ Everything here is traced inside the kernels.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.rescale import HEADROOM
 from pallas_kernels.common.rows import ROWS, ROWS_FIRST
 from pallas_kernels.common.scales import over_tokens, peaks
+from pallas_kernels.common.softmax import raised
 from pallas_kernels.prefill.logits import Logits
 
 
@@ -31,8 +31,7 @@ def softmax(
         highest = logits.max(axis=1) * to_log2
     else:
         highest = peaks(ROWS_FIRST.times(logits, to_log2), v_scales, ROWS_FIRST).max(axis=1)
-    m_new = jnp.where(highest > m + HEADROOM, highest, m)
-    alpha = jnp.exp2(m - m_new)
+    m_new, alpha = raised(m, highest)
     p = jnp.exp2(ROWS_FIRST.times(logits, to_log2) - ROWS_FIRST.over(m_new, logits.shape))
     l_new = l * alpha + p.sum(axis=1)
     if v_scales is not None:

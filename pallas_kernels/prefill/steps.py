@@ -21,9 +21,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.fetch import Ring
-from pallas_kernels.common.rescale import rescale
 from pallas_kernels.common.rows import LOWEST, ROWS, ROWS_FIRST, zeros
 from pallas_kernels.common.sizes import COLUMNS, rem, zero_unless
+from pallas_kernels.common.softmax import rescale
 from pallas_kernels.prefill import products
 from pallas_kernels.prefill.config import Config
 from pallas_kernels.prefill.item import Item

@@ -31,7 +31,7 @@ from jaxlib.mlir import ir
 
 from pallas_kernels.common.fetch import Ring
 from pallas_kernels.common.interpret import interpreted_by
-from pallas_kernels.common.registers import make_array
+from pallas_kernels.common.mlir import make_array
 from pallas_kernels.common.rows import ROWS, ROWS_FIRST
 from pallas_kernels.common.sizes import COLUMNS, rem
 from pallas_kernels.common.widen import from_words, halves, power_of_two, split_words

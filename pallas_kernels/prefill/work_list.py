@@ -8,6 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.interface import Call
 from pallas_kernels.common.sizes import rem
 from pallas_kernels.prefill.config import Cut
 
@@ -25,26 +26,25 @@ class WorkList:
     num_entries: jax.Array  # int32 [1]
 
 
-def make_work_list(
-    query_starts: jax.Array,  # int32 [seqs + 1], not descending
-    lengths: jax.Array,  # int32 [seqs]
-    *,
-    tokens: int,  # of q, padding included
-    token_bytes: int,  # of a token's keys and values
-    config: Cut,
-) -> WorkList:
+def max_entries(tokens: int, seqs: int, item_tokens: int) -> int:
+    return -(-tokens // item_tokens) + seqs + 2
+
+
+def make_work_list(call: Call, config: Cut) -> WorkList:
     """Cuts each sequence's newest tokens, `query_starts[s] : query_starts[s + 1]` of q, into runs of
     `config.item_tokens`.
 
     The rows of q before and after them are padding, which sees nothing, and are cut in the same way.
     """
+    assert call.query_starts is not None
+    tokens, lengths = call.q.shape[0], call.lengths
     seqs, item_tokens = lengths.shape[0], config.item_tokens
-    starts = jnp.clip(query_starts, 0, tokens)
+    starts = jnp.clip(call.query_starts, 0, tokens)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), starts])
     counts = jnp.concatenate([starts[1:], jnp.full(1, tokens, jnp.int32)]) - starts  # padding is first and last
     lengths = jnp.pad(lengths, 1)
     ends = jnp.cumsum(-(-counts // item_tokens), dtype=jnp.int32)
-    order = jnp.arange(-(-tokens // item_tokens) + seqs + 2, dtype=jnp.int32)
+    order = jnp.arange(max_entries(tokens, seqs, item_tokens), dtype=jnp.int32)
     owner = jnp.searchsorted(ends, order, side="right", method="scan_unrolled").astype(jnp.int32)
     exists = owner < seqs + 2
     owner = jnp.minimum(owner, seqs + 1)
@@ -58,6 +58,7 @@ def make_work_list(
     num_tiles = jnp.maximum(-(-num_seen // config.tile_tokens), 1)
     longest_first = _longest_first(num_tiles, owner, exists)
     by_sequence = _by_sequence(lengths, order, owner, ends, exists)
+    token_bytes = 2 * call.kv_heads * call.head_dim * call.k_cache.dtype.itemsize
     fits = lengths.astype(jnp.float32).sum() * token_bytes <= L2_BYTES
     return WorkList(entries[jnp.where(fits, longest_first, by_sequence)], ends[-1:])
 

@@ -9,8 +9,7 @@ import pytest
 
 from jaxpaged import _device, paged_attention, paged_attention_reference
 from jaxpaged._attention import xla
-from jaxpaged._attention.call import Call
-from pallas_kernels.common.options import AttentionOptions
+from pallas_kernels.common.interface import AttentionOptions, Call
 from tests.attention.conformance import Conformance
 from tests.cases import (
     Case,

@@ -1,6 +1,9 @@
 """On a kind of GPU that nobody has confirmed a self-test decides whether the kernels compute."""
 
 import dataclasses
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import jax
@@ -8,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpaged import Engine, KVCache, _device, paged_attention
-from jaxpaged._attention import decide
-from jaxpaged._attention.decide import find_fault, keep_fault
 from jaxpaged._device import GPUS, Gpu
+from jaxpaged._selftest import kept, verdict
+from jaxpaged._selftest.kept import keep_fault
 from jaxpaged.debug import explain
 from tests.cases import make_case
 
@@ -21,58 +24,65 @@ L4, UNTESTED = GPUS["L4"], "a kind of GPU on which they have not been tested"
 def folder(monkeypatch, tmp_path):
     """An empty cache folder, and a process that knows nothing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(decide.VARIABLE, raising=False)
+    monkeypatch.delenv(verdict.VARIABLE, raising=False)
     forget(monkeypatch)
     return tmp_path
 
 
 def forget(monkeypatch):
     """As a new process does."""
-    monkeypatch.setattr(decide, "_kept", {})
-    monkeypatch.setattr(decide, "_warned", set())
+    monkeypatch.setattr(kept, "_kept", {})
+    monkeypatch.setattr(verdict, "_warned", {})
 
 
-class Test:
-    """A self-test that finds this, and counts."""
+@pytest.fixture
+def find_fault(monkeypatch):
+    """What the self-test finds, if it would find `test` now. The GPUs on which it has run are the attribute `gpus`."""
+    gpus = []
 
-    __test__ = False
+    def find(gpu, *, in_trace=False, test=""):
+        monkeypatch.setattr(kept, "quick_test", lambda gpu: gpus.append(gpu) or test)
+        found = []
 
-    def __init__(self, fault):
-        self.fault, self.gpus = fault, []
+        def ask(x):
+            found.append(verdict.find_fault(gpu, x))
+            return x
 
-    def __call__(self, gpu):
-        self.gpus.append(gpu)
-        return self.fault
+        if in_trace:
+            jax.make_jaxpr(ask)(0.0)
+        else:
+            ask(())
+        return found[0].partition(f"{gpu.name}: ")[2].partition(". `python")[0]
+
+    find.gpus = gpus
+    return find
 
 
 @pytest.mark.parametrize("fault", ["", "prompts: 1.0e+00"])
-def test_it_runs_once_a_machine(monkeypatch, folder, fault):
-    test = Test(fault)
+def test_it_runs_once_a_machine(monkeypatch, folder, find_fault, fault):
     for _ in range(2):
-        assert find_fault(L4, in_trace=False, test=test) == fault
-        assert find_fault(L4, in_trace=True, test=test) == fault
+        assert find_fault(L4, test=fault) == fault
+        assert find_fault(L4, in_trace=True, test=fault) == fault
         forget(monkeypatch)
-    assert test.gpus == [L4]
+    assert find_fault.gpus == [L4]
     assert len(list(folder.rglob("*"))) == 3  # a file in two folders
 
 
-def test_it_runs_again_for_another_gpu_or_driver(monkeypatch):
-    test = Test("")
-    find_fault(L4, in_trace=False, test=test)
-    find_fault(GPUS["A100"], in_trace=False, test=test)
+def test_it_runs_again_for_another_gpu_or_driver(monkeypatch, find_fault):
+    find_fault(L4)
+    find_fault(GPUS["A100"])
     forget(monkeypatch)
     monkeypatch.setattr(_device, "driver", lambda: "999.1")
-    find_fault(L4, in_trace=False, test=test)
-    assert test.gpus == [L4, GPUS["A100"], L4]
+    find_fault(L4)
+    assert find_fault.gpus == [L4, GPUS["A100"], L4]
 
 
-def test_inside_a_trace_it_does_not_run():
-    test = Test("wrong")
+def test_inside_a_trace_it_does_not_run(find_fault):
     with pytest.warns(UserWarning, match=rf"L4, {UNTESTED}. Run `python -m jaxpaged.selftest` once"):
-        assert find_fault(L4, in_trace=True, test=test) == ""
-    assert find_fault(L4, in_trace=True, test=test) == ""  # without another warning
-    assert not test.gpus
-    assert find_fault(L4, in_trace=False, test=test) == "wrong"
+        assert find_fault(L4, in_trace=True, test="wrong") == ""
+    assert find_fault(L4, in_trace=True, test="wrong") == ""  # without another warning
+    assert not find_fault.gpus
+    assert find_fault(L4, test="wrong") == "wrong"
 
 
 @pytest.mark.parametrize(
@@ -80,8 +90,23 @@ def test_inside_a_trace_it_does_not_run():
     [GPUS["H100"], Gpu(68, 7.5, name="T4"), dataclasses.replace(L4, broken_ptxas="12.8.93")],
     ids=["confirmed", "without kernels", "without a ptxas"],
 )
-def test_gpus_that_need_none(gpu):
-    assert find_fault(gpu, in_trace=False, test=Test("wrong")) == ""
+def test_gpus_that_need_none(gpu, find_fault):
+    assert find_fault(gpu, test="wrong") == ""
+
+
+def test_a_plain_call_imports_nothing_else_of_the_self_test():
+    """Neither threads, files nor cases, on a GPU that needs no test."""
+    script = """
+        import sys, jax, jax.numpy as jnp, jaxpaged
+        from jaxpaged import _device
+        _device.gpu = lambda: _device.GPUS["H100"]
+        cache = jaxpaged.KVCache.create(num_blocks=2, block_size=16, num_kv_heads=1, head_dim=64, dtype="bfloat16")
+        arrays = jnp.ones((1, 1, 64), jnp.bfloat16), cache.k, cache.v, jnp.array([[1]]), jnp.array([3])
+        assert "by_kernel" in str(jax.make_jaxpr(jaxpaged.paged_attention)(*arrays))
+        print([name for name in sys.modules if name.startswith("jaxpaged._selftest.")])
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, capture_output=True, text=True)
+    assert done.stdout == "['jaxpaged._selftest.verdict']\n"
 
 
 def test_the_driver(monkeypatch):
@@ -92,23 +117,22 @@ def test_the_driver(monkeypatch):
     assert _device.driver() == ""
 
 
-def test_it_can_be_turned_off(monkeypatch):
-    monkeypatch.setenv(decide.VARIABLE, "0")
-    assert find_fault(L4, in_trace=False, test=Test("wrong")) == ""
-    assert find_fault(L4, in_trace=True, test=Test("wrong")) == ""
+def test_it_can_be_turned_off(monkeypatch, find_fault):
+    monkeypatch.setenv(verdict.VARIABLE, "0")
+    assert find_fault(L4, test="wrong") == ""
+    assert find_fault(L4, in_trace=True, test="wrong") == ""
 
 
-def test_a_folder_that_cannot_be_written(monkeypatch, folder):
+def test_a_folder_that_cannot_be_written(folder, find_fault):
     (folder / "jaxpaged").write_text("a file")
-    test = Test("wrong")
-    assert [find_fault(L4, in_trace=False, test=test) for _ in range(2)] == ["wrong", "wrong"]
-    assert test.gpus == [L4]
+    assert [find_fault(L4, test="wrong") for _ in range(2)] == ["wrong", "wrong"]
+    assert find_fault.gpus == [L4]
 
 
-def test_a_gpu_without_memory_is_tested_again(monkeypatch):
-    find_fault(L4, in_trace=False, test=Test("int8: XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory"))
+def test_a_gpu_without_memory_is_tested_again(monkeypatch, find_fault):
+    find_fault(L4, test="int8: XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory")
     forget(monkeypatch)
-    assert find_fault(L4, in_trace=False, test=Test("")) == ""
+    assert find_fault(L4) == ""
 
 
 # Through the public functions, as if JAX's default device were an A100. No kernel can be compiled for it here, so that

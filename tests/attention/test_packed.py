@@ -11,7 +11,8 @@ import pytest
 from jaxpaged import AttentionStep, BlockAllocator, KVCache, paged_attention, paged_attention_reference
 from jaxpaged._attention import xla
 from jaxpaged._attention.call import check_call
-from jaxpaged._attention.choose import choose
+from jaxpaged._attention.kernels import KERNELS
+from jaxpaged._by_kernel import NO_HINTS, choose
 from jaxpaged._device import GPUS
 from jaxpaged.debug import explain
 from tests.attention.conformance import OptionsAlone
@@ -160,9 +161,9 @@ def test_tangents_of_given_results():
 def test_which_kernel_takes_them(head_dim, by_prefill):
     case = make_case(lengths=LENGTHS, q_len=max(COUNTS), head_dim=head_dim, dtype=jnp.bfloat16)
     q, starts = packed_call(case)
-    choice = choose(check_call(q, *case.arrays[1:], query_starts=starts), H100)
-    assert choice.kernel == ("paged_prefill" if by_prefill else "paged_decode")
-    assert choice.run == (0 if by_prefill else 64 // 3)  # query tokens of a run: 64 rows of 3 heads
+    choice = choose(check_call(q, *case.arrays[1:], query_starts=starts), H100, NO_HINTS, KERNELS)
+    assert choice.kernel.name == ("paged_prefill" if by_prefill else "paged_decode")
+    assert choice.config.run == (0 if by_prefill else 64 // 3)  # query tokens of a run: 64 rows of 3 heads
 
 
 def test_partitions_of_more_heads_than_the_decode_kernel_takes():

@@ -10,11 +10,26 @@ import pytest
 
 from jaxpaged._attention import xla
 from jaxpaged._attention.call import check_call
-from jaxpaged._attention.runs import cut_uniform, fewest_runs, join_uniform, most_runs
+from jaxpaged._attention.runs import cut_uniform, join_uniform
+from pallas_kernels.common.interface import AttentionOptions, Call
 from tests.attention.conformance import OptionsAlone
 from tests.cases import OPTIONS, make_case, within_budget
 
 NONE = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "k_scale", "v_scale")
+
+
+def shaped_call(rows, *, group, seqs=1):
+    """Of q `[*rows, 64]`, packed if it has three axes."""
+    q, cache = (np.broadcast_to(np.float32(0), (*shape, 64)) for shape in (rows, (9, 16, rows[-1] // group)))
+    starts = np.zeros(seqs + 1, np.int32) if len(rows) == 2 else None
+    sizes = np.zeros((seqs, 1), np.int32), np.zeros(seqs, np.int32)
+    return Call(q, cache, cache, *sizes, AttentionOptions(np.float32(1)), 64, query_starts=starts)
+
+
+def runs_of(q_len, group):
+    call = shaped_call((1, q_len, group), group=group)
+    run = call.run_tokens()
+    return call.num_runs(run), run
 
 
 @pytest.mark.parametrize(
@@ -39,7 +54,7 @@ NONE = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "
     ],
 )
 def test_runs(q_len, group, runs):
-    assert fewest_runs(q_len, group) == runs
+    assert runs_of(q_len, group) == runs
     num_runs, run = runs
     assert q_len <= num_runs * run < q_len + run
     assert run * group <= 64 or run == 1
@@ -50,7 +65,7 @@ def test_runs(q_len, group, runs):
 def test_packed_runs_suffice_and_are_never_fewer(tokens, seqs, run):
     shares = [counts for counts in itertools.product(range(tokens + 1), repeat=seqs) if sum(counts) <= tokens]
     needed = max(sum(-(-count // run) for count in counts) for counts in shares)
-    assert most_runs(tokens, seqs, run) == needed
+    assert shaped_call((tokens, 1), group=1, seqs=seqs).num_runs(run) == needed
 
 
 def arguments(case):
@@ -73,7 +88,7 @@ def test_each_run_is_a_sequence_that_ends_with_it():
 @pytest.mark.parametrize("group", [1, 3, 4, 7, 12, 31, 64])
 def test_no_run_is_padding_alone(group):
     for q_len in range(1, 3000):
-        num_runs, run = fewest_runs(q_len, group)
+        num_runs, run = runs_of(q_len, group)
         assert q_len <= num_runs * run < q_len + run
 
 

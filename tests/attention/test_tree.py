@@ -1,5 +1,6 @@
 """Tree masks: each drafted token sees what it would see if its branch stood alone."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,7 +10,9 @@ import pytest
 
 from jaxpaged import paged_attention, paged_attention_reference, tree_mask
 from jaxpaged._attention.call import check_call
-from jaxpaged._attention.choose import StaticHints, choose
+from jaxpaged._attention.kernels import KERNELS
+from jaxpaged._attention.plan import make_plan
+from jaxpaged._by_kernel import NO_HINTS, choose
 from jaxpaged._device import GPUS
 from jaxpaged.debug import explain
 from tests.cases import OPTIONS, Case, assert_within_budget, make_case, oracle
@@ -173,9 +176,10 @@ def test_which_kernel_takes_a_tree(gpu):
     by_name = dict(implementation="mosaic_gpu")
     for options in ({}, dict(num_partitions=2)):
         assert explained(q[:, :21], **options, **by_name).kernel == "paged_decode"  # 63 rows
-    planned = choose(check_call(q[:, :21], *arrays, tree_mask=mask[:, :21]), GPUS[gpu], StaticHints(total_partitions=9))
-    assert planned.kernel == "paged_decode"
-    assert planned.at_once is not None  # it follows the plan
+    call = check_call(q[:, :21], *arrays, tree_mask=mask[:, :21])
+    call = dataclasses.replace(call, plan=make_plan(call.lengths, num_kv_heads=call.kv_heads, q_len=21))
+    planned = choose(call, GPUS[gpu], NO_HINTS, KERNELS)
+    assert (planned.kernel.name, planned.config.partitions) == ("paged_decode", "plan")
     assert explained(jnp.zeros((4, 16, 8, 64), jnp.bfloat16), **by_name).kernel == "paged_decode"  # 64 rows
     with pytest.raises(NotImplementedError, match="a tree_mask of up to 64 rows"):
         explained(q, **by_name)

@@ -40,7 +40,7 @@ from jaxpaged._slice.kinds import Kind
 from jaxpaged._slice.step import make_attention_step
 from jaxpaged.nnx import PagedAttention
 from jaxpaged.ops import rotate_and_write_kv
-from pallas_kernels.decode import partition_plan
+from pallas_kernels.common import partition_plan
 from tests import toy_model
 from tests.compiled import instructions
 from tests.toy_model import (

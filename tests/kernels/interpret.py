@@ -14,11 +14,14 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxpaged import _by_kernel
 from jaxpaged._attention.call import check_call
-from jaxpaged._attention.choose import Choice, StaticHints, by_decode
+from jaxpaged._attention.kernels import KERNELS
 from jaxpaged._attention.run import run
+from jaxpaged._by_kernel import NO_HINTS, Choice, Refusal, StaticHints
 from jaxpaged._device import GPUS, Gpu
-from pallas_kernels.decode.partition_plan import PartitionPlan
+from pallas_kernels import decode
+from pallas_kernels.common.partition_plan import PartitionPlan
 from tests.cases import Case, assert_lse, assert_within_budget, within_budget
 from tests.kernels.evaluate import evaluate
 
@@ -47,6 +50,15 @@ thread_map._run_jaxpr = lambda jaxpr, consts, *args: evaluate(jaxpr.jaxpr, const
 
 def make_call(case: Case) -> Any:
     return check_call(*case.arrays, **(dict.fromkeys(OPTION_NAMES) | case.options))
+
+
+def choose(call: Any, gpu: Gpu, hints: StaticHints = NO_HINTS) -> Choice | Refusal:
+    return _by_kernel.choose(call, gpu, hints, KERNELS)
+
+
+def by_decode(call: Any, gpu: Gpu, hints: StaticHints = NO_HINTS) -> Choice:
+    """The decode kernel, whatever its rank."""
+    return Choice(decode.KERNEL, decode.KERNEL.configure(call, gpu, hints))
 
 
 def changed(choice: Choice, **config: Any) -> Choice:
@@ -107,16 +119,15 @@ def attend(
     beforehand. `config` overrides fields of the default. `zero_fill`: what is read past the end of an array is zero, as
     the copy engine does it; otherwise reading there raises."""
     fill = dict(out_of_bounds_reads="uninitialized", uninitialized_memory="zero") if zero_fill else {}
-    a = make_call(case)
+    a = dataclasses.replace(make_call(case), plan=plan)
     hints = StaticHints(num_partitions=num_partitions, window=window)
-    gpu = Gpu(num_sms, 9.0)
-    choice = by_decode(a, gpu, hints, planned=plan is not None)
+    choice = by_decode(a, Gpu(num_sms, 9.0), hints)
     choice = changed(choice, **(dict(copies="tma") | config))  # interpret mode has no others
     # The detector does not know that programs count each other before they read what others wrote.
     config_of_all: Any = choice.config
     is_alone = plan is None and (config_of_all.num_partitions == 1 or config_of_all.merged_by == "xla")
     interpret = plgpu.InterpretGPUParams(detect_races=is_alone, **fill)
-    out, lse = run(dataclasses.replace(choice, interpret=interpret), a, plan)
+    out, lse = run(dataclasses.replace(choice, interpret=interpret), a)
     jax.block_until_ready(out)
     return (out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0])
 

@@ -8,19 +8,16 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
 
-from pallas_kernels.common.options import AttentionOptions
-from pallas_kernels.common.shapes import Shapes
+from pallas_kernels.common import partition_plan
+from pallas_kernels.common.interface import AttentionOptions, Call, Shapes
 from pallas_kernels.decode import config as decode_config
 from pallas_kernels.decode import kernel as decode_kernel
-from pallas_kernels.decode import partition_plan
 from pallas_kernels.latent import config as latent_config
 from pallas_kernels.latent import kernel as latent_kernel
 from pallas_kernels.prefill import config as prefill_config
 from pallas_kernels.prefill import kernel as prefill_kernel
-from pallas_kernels.prefill.launch import launch as launch_prefill
 from pallas_kernels.prefill.portable import config as portable_config
 from pallas_kernels.prefill.portable import kernel as portable_kernel
-from pallas_kernels.prefill.work_list import make_work_list
 
 # Of the decode kernel, beside the scales.
 OPTIONS = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
@@ -70,13 +67,14 @@ def traced_prefill(
     else:
         config = portable_config.default_config(Shapes.of(q, cache, cache), compute_capability=portable_for)
     config = dataclasses.replace(config, causal=causal, **changes)
-    form = prefill_kernel.form if portable_for is None else portable_kernel.form
+    kernel = prefill_kernel if portable_for is None else portable_kernel
     types = option_types(shape, heads)
 
     @jax.jit
-    def launch(q, k_cache, v_cache, tables, lengths, starts, **named):
-        work = make_work_list(starts, lengths, tokens=tokens, token_bytes=4 * kv_heads * head_dim, config=config)
-        return launch_prefill(form, q, k_cache, v_cache, tables, work, AttentionOptions(**named), config=config)
+    def launch(*arrays, **named):
+        *arrays, starts = arrays
+        call = Call(*arrays, AttentionOptions(**named), head_dim, query_starts=starts, causal=causal)
+        return kernel.launch(call, config)
 
     arrays = q, cache, cache, shape((3, 32), jnp.int32)
     sizes = shape((3,), jnp.int32), shape((4,), jnp.int32)
@@ -108,7 +106,8 @@ def traced_decode(
     """The traced call of the decode kernel, for a GPU of that compute capability, and its configuration."""
     shape = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
     cache = shape((64, block_size, kv_heads, head_dim), cache_dtype or dtype)
-    values = None if is_latent else shape((*cache.shape[:3], value_dim or head_dim), cache.dtype)
+    width = value_dim or head_dim
+    values = None if is_latent else shape((*cache.shape[:3], width), cache.dtype)
     q = shape((seqs, q_len, kv_heads * group, head_dim), dtype)
     config = decode_config.default_config(
         Shapes.of(q, cache, values, value_dim, q_len=q_len),
@@ -119,7 +118,7 @@ def traced_decode(
         num_partitions=num_partitions,
         planned=total_partitions is not None,
     )
-    config = dataclasses.replace(config, **changes)
+    config = dataclasses.replace(config, at_once=total_partitions, **changes)
     types = option_types(shape, kv_heads * group) | {"tree_bits": shape((seqs, q_len, -(-q_len // 32)), jnp.uint32)}
 
     @jax.jit
@@ -127,7 +126,7 @@ def traced_decode(
         plan = None
         if total_partitions is not None:
             plan = partition_plan.make(arrays[-1], None, q_len=q_len, total_partitions=total_partitions)
-        return decode_kernel.launch(*arrays, AttentionOptions(**named), value_dim=value_dim, plan=plan, config=config)
+        return decode_kernel.launch(Call(*arrays, AttentionOptions(**named), width, plan=plan), config)
 
     arrays = q, cache, values, shape((seqs, capacity // block_size), jnp.int32), shape((seqs,), jnp.int32)
     named = {name: types[name] for name in ("scale", *options)} | scale_types(shape, cache, scales)
@@ -138,14 +137,20 @@ def traced_latent(*, heads=128, block_size=64, num_partitions=1, dtype=jnp.bfloa
     """The traced call of the kernel for latents."""
     shape = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
     arrays = (
-        shape((2, heads, 576), dtype),
+        shape((2, 1, heads, 576), dtype),
         shape((64, block_size, 1, 576), dtype),
+        None,
         shape((2, 1024 // block_size), jnp.int32),
         shape((2,), jnp.int32),
         shape((), jnp.float32),
     )
-    config = latent_config.Config(num_partitions)
-    return jax.jit(functools.partial(latent_kernel.launch, value_dim=512, config=config)).trace(*arrays)
+
+    @jax.jit
+    def launch(*arrays):
+        *arrays, scale = arrays
+        return latent_kernel.launch(Call(*arrays, AttentionOptions(scale), 512), latent_config.Config(num_partitions))
+
+    return launch.trace(*arrays)
 
 
 def mosaic_for(compute_capability):

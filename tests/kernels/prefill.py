@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged._attention.call import Call
-from jaxpaged._attention.choose import Choice
 from jaxpaged._attention.run import run
+from jaxpaged._by_kernel import Choice
+from pallas_kernels import prefill
+from pallas_kernels.common.interface import Call
+from pallas_kernels.prefill import portable
 from pallas_kernels.prefill.config import default_config
 from pallas_kernels.prefill.portable import config as portable_config
 from tests.cases import Case, assert_lse, assert_within_budget, oracle, within_budget
@@ -47,7 +49,7 @@ def attend(
     q = jnp.concatenate([q, jnp.full((PADDING, *q.shape[1:]), jnp.nan, q.dtype)])
     starts = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
     arrays = q, a.k_cache, a.v_cache, a.block_tables, a.lengths, a.options, a.value_dim, starts
-    kernel = "paged_prefill" if portable_for is None else "portable_prefill"
+    kernel = prefill.KERNEL if portable_for is None else portable.KERNEL
     choice = Choice(kernel, config, interpret=interpret)
     return run(choice, Call(*arrays, causal=causal))
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpaged.debug import explain
 from pallas_kernels.common import widen
-from pallas_kernels.decode import softmax
+from pallas_kernels.decode import logits
 from tests.cases import OPTIONS, make_case, within_budget
 from tests.kernels.interpret import attend, check
 
@@ -118,7 +118,7 @@ def test_weights_without_their_maximum_would_not_do(monkeypatch):
     case = case_8bit(lengths=(70, 33))
     case = case.replace(options=case.options | {"v_scale": case.options["v_scale"] * 1e6})
     check(case)
-    monkeypatch.setattr(softmax, "peaks", lambda logits, *_: logits)
+    monkeypatch.setattr(logits, "peaks", lambda its, *_: its)
     assert not within_budget(case, attend(case, num_stages=3)[0]).all()
     jax.clear_caches()  # the kernel without the maximum
 

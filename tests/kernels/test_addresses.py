@@ -11,7 +11,7 @@ import types
 import numpy as np
 import pytest
 
-from pallas_kernels.common import chunks, cp_async
+from pallas_kernels.common import cp_async, mlir
 from pallas_kernels.prefill import rows_of_item
 
 START, SMEM = 10**9, 2**14  # addresses
@@ -72,7 +72,7 @@ def copied(monkeypatch):
         memref_ptr=lambda ref: ref.start,
         inline_ptx=lambda text, *operands, predicate=True, **_: found.append((text, operands)) if predicate else None,
     )
-    mlir = dict(
+    stand_ins = dict(
         arith=ARITH,
         utils=utils,
         ir=types.SimpleNamespace(MemRefType=lambda its: its),
@@ -84,7 +84,7 @@ def copied(monkeypatch):
         remainder=operator.mod,
         below=COMPARISONS["ult"],
     )
-    for module, (name, standing_in) in itertools.product((chunks, cp_async, rows_of_item), mlir.items()):
+    for module, (name, standing_in) in itertools.product((mlir, cp_async, rows_of_item), stand_ins.items()):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, standing_in)
     mosaic = types.SimpleNamespace(inline_mgpu=inline_mgpu, RefType=lambda *_: None)

@@ -8,8 +8,7 @@ import re
 import jax.numpy as jnp
 import pytest
 
-from jaxpaged._attention.plan import PARTIAL_BYTES
-from pallas_kernels.common.shapes import Shapes
+from pallas_kernels.common.interface import PARTIAL_BYTES, Shapes
 from pallas_kernels.decode import config as decode_config
 from pallas_kernels.decode.refs import scratch
 from pallas_kernels.prefill import config as prefill_config
@@ -52,7 +51,7 @@ def test_latents_fit_every_gpu(compute_capability, smem):
         arrays = scratch(config, dataclasses.replace(shapes, group=group // config.head_parts), SCALES)
         assert sum(map(count_bytes, arrays.values())) + 2048 <= smem * 1024
         assert group % config.head_parts == 0
-        assert group // config.head_parts * (width - 64) <= decode_config.MAX_SUMS
+        assert group // config.head_parts * (width - 64) <= decode_config.MOST_SUMS
         assert config.num_partitions * 8 * config.head_parts <= 2 * CALL["num_sms"]
 
 
@@ -97,10 +96,9 @@ def test_rows_that_the_decode_kernel_has_room_for(compute_capability, rows):
 )
 def test_what_the_decode_kernel_does_not_take(compute_capability, changes, message):
     supported = dataclasses.replace(SHAPES, q_len=16)
-    assert not any(is_beyond for _, is_beyond in decode_config.limits(supported, 9.0))
-    limits = decode_config.limits(dataclasses.replace(supported, **changes), compute_capability)
-    beyond = (text for text, is_beyond in limits if is_beyond)
-    assert re.search(message, next(beyond))
+    assert not list(decode_config.shape_limits(supported, 9.0))
+    limits = decode_config.shape_limits(dataclasses.replace(supported, **changes), compute_capability)
+    assert re.search(message, next(limits))
 
 
 @pytest.mark.parametrize("head_dim", [64, 120, 128, 192, 256])
@@ -113,7 +111,7 @@ def test_partials_that_nobody_asked_for_take_little_memory(head_dim):
         how = dict(pairs=pairs, capacity=capacity, num_sms=132, compute_capability=9.0)
         num_partitions = decode_config.default_config(shapes, **how).num_partitions
         if num_partitions > 1:
-            assert pairs * num_partitions * decode_config.partial_size(shapes) * 4 <= PARTIAL_BYTES
+            assert pairs * num_partitions * shapes.partial_size * 4 <= PARTIAL_BYTES
 
 
 def test_parts_of_the_prefill_kernel():

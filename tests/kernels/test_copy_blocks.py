@@ -1,6 +1,7 @@
 """The kernel that copies blocks: in interpret mode on a CPU with race detection, and lowered for a Hopper GPU."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import KVCache, _device
+from jaxpaged._by_kernel import NO_HINTS, Choice
 from jaxpaged._cache import copy_blocks as copying
 from jaxpaged.ops import copy_blocks
 from pallas_kernels.copy_blocks import config as copy_config
@@ -46,9 +48,9 @@ def interpreted(cache: KVCache, source_ids: jax.Array, destination_ids: jax.Arra
         num_pairs=source_ids.size,
         num_sms=1,
     )
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
     config = dataclasses.replace(config, **over)
-    copied = jax.block_until_ready(copying.copy_by_kernel(config, interpret, cache, source_ids, destination_ids))
+    choice = Choice(copy_config.KERNEL, config, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    copied = jax.block_until_ready(copying.copy_by_kernel(choice, cache, source_ids, destination_ids))
     assert not races_found()
     return copied
 
@@ -186,19 +188,25 @@ def test_vmap_and_gradients_go_through_xla(on_an_h100):
 
 
 @pytest.mark.parametrize(
-    "over",
+    ("over", "reason"),
     [
-        dict(compute_capability=8.0),
-        dict(itemsize=8),
-        dict(block_numbers=24),
-        dict(block_numbers=16, num_blocks=2**31),
+        (dict(gpu=_device.GPUS["A100"]), "on Hopper"),
+        (dict(dtype=np.float64), "2 or 4 bytes"),
+        (dict(block=(3, 8)), "a multiple of 16 numbers"),
+        (dict(block=(2, 8), num_blocks=2**31), "fewer than 2\\^31 rows"),
+        (dict(num_pairs=0), "one pair"),
+        (dict(of_values=(8, 1, 128)), "of one shape"),
     ],
     ids=str,
 )
-def test_limits(over):
-    fits = dict(block_numbers=16384, num_blocks=1000, itemsize=2, compute_capability=9.0)
-    assert copy_config.takes(**fits)
-    assert not copy_config.takes(**fits | over)
+def test_limits(over, reason):
+    def limits(*, gpu=H100, dtype=jnp.bfloat16, num_blocks=1000, block=(16, 8, 128), of_values=None, num_pairs=8):
+        pools = (jax.ShapeDtypeStruct((1, num_blocks, *each), dtype) for each in (block, of_values or block))
+        pairs = jax.ShapeDtypeStruct((num_pairs, 2), jnp.int32)
+        return next(copy_config.limits(copy_config.Copies(tuple(pools), pairs, None), gpu, NO_HINTS), None)
+
+    assert limits() is None
+    assert re.search(reason, limits(**over))
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4])

@@ -10,13 +10,13 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import tree_mask
-from jaxpaged._attention.choose import Choice, StaticHints, choose
 from jaxpaged._attention.run import run
+from jaxpaged._by_kernel import Choice
 from jaxpaged.debug import explain
-from pallas_kernels.decode import partition_plan
-from pallas_kernels.decode.config import Config
+from pallas_kernels.common import partition_plan
+from pallas_kernels.decode.config import KERNEL, Config
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, within_budget
-from tests.kernels.interpret import A100, make_call, races_found
+from tests.kernels.interpret import A100, choose, make_call, races_found
 from tests.kernels.lowering import OPTIONS as ALL_OPTIONS
 from tests.kernels.lowering import mosaic_for, traced_decode
 
@@ -28,15 +28,15 @@ BF16, F16, E4M3, E5M2 = jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8
 def make_choice(interpret, num_partitions=1, num_stages=2, plan=None):
     """For up to 64 query tokens of one head a KV head."""
     at_once = None if plan is None else plan.total_partitions
-    return Choice(
-        "paged_decode", Config(num_partitions, num_stages, "tma"), run=64, at_once=at_once, interpret=interpret
-    )
+    config = Config(num_partitions, num_stages, "tma", run=64, at_once=at_once)
+    return Choice(KERNEL, config, interpret=interpret)
 
 
 def attend(case, *, num_partitions=1, num_stages=2, plan=None):
     # The detector does not know that programs count each other before they read what others wrote.
     interpret = plgpu.InterpretGPUParams(detect_races=plan is None and num_partitions == 1)
-    out, lse = run(make_choice(interpret, num_partitions, num_stages, plan), make_call(case), plan)
+    call = dataclasses.replace(make_call(case), plan=plan)
+    out, lse = run(make_choice(interpret, num_partitions, num_stages, plan), call)
     jax.block_until_ready(out)
     assert not races_found()
     return (out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0])
@@ -89,9 +89,10 @@ def test_on_other_gpus_than_hopper():
     how = dict(case.options, gpu="A100")
     assert explain(*case.arrays, **how).kernel == "paged_decode"
     assert explain(*case.arrays, **how, query_starts=jnp.asarray([0, 0, 1, 3], jnp.int32)).kernel == "portable_prefill"
-    planned = choose(make_call(case), A100, StaticHints(total_partitions=5))
-    assert planned.kernel == "paged_decode"
-    assert planned.at_once is not None  # it follows the plan
+    plan = make_plan((3, 64), 5)
+    planned = choose(dataclasses.replace(make_call(case), plan=plan), A100)
+    assert planned.kernel == KERNEL
+    assert planned.config.at_once is not None  # it follows the plan
     tree = tree_mask(jnp.full((3, 2), -1, jnp.int32))
     assert explain(*make(q_len=2).arrays, gpu="A100", tree_mask=tree).kernel == "paged_decode"
 

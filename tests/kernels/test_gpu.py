@@ -10,18 +10,17 @@ import numpy as np
 import pytest
 
 from jaxpaged import _device, paged_attention, tree_mask
-from jaxpaged._attention import kernel_cases
-from jaxpaged._attention.choose import Choice, StaticHints, by_decode, choose
-from jaxpaged._attention.launch import Results
+from jaxpaged._attention.kernels import Results
 from jaxpaged._attention.run import run
-from jaxpaged._attention.runs import fewest_runs
+from jaxpaged._by_kernel import Choice, StaticHints
+from jaxpaged._selftest import cases
 from jaxpaged.debug import explain
-from pallas_kernels.decode import config as decode_config
-from pallas_kernels.decode import partition_plan
-from pallas_kernels.decode.partition_plan import PartitionPlan
+from pallas_kernels.common import partition_plan
+from pallas_kernels.common.interface import MOST_SEQS
+from pallas_kernels.common.partition_plan import PartitionPlan
 from tests.attention.conformance import Conformance
 from tests.cases import OPTIONS, Case, assert_lse, assert_within_budget, make_case, oracle, paired, within_budget
-from tests.kernels.interpret import make_call
+from tests.kernels.interpret import by_decode, choose, make_call
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +32,8 @@ NumPartitions = int | PartitionPlan | None
 def results(a: Any, num_partitions: NumPartitions) -> Results:
     """By the default kernels, with the plan or the partitions that the test asks for."""
     if isinstance(num_partitions, PartitionPlan):
-        return run(by_decode(a, _device.gpu(), planned=True), a, num_partitions)
+        planned = dataclasses.replace(a, plan=num_partitions)
+        return run(by_decode(planned, _device.gpu()), planned)
     choice = choose(a, _device.gpu(), StaticHints(num_partitions=num_partitions, implementation="mosaic_gpu"))
     assert isinstance(choice, Choice)
     return run(choice, a)
@@ -111,13 +111,13 @@ class TestLatent(OnGpu):
 )
 def test_latents_of_many_heads(shape):
     """Against the reference: so many heads take NumPy minutes."""
-    case = kernel_cases.make_case(**DEEPSEEK_WIDTHS | shape)
+    case = cases.make_case(**DEEPSEEK_WIDTHS | shape)
     attend = functools.partial(paged_attention, implementation="mosaic_gpu", return_lse=True)
     explained = explain(*case.arrays, **case.options, **case.how, value_dim=case.value_dim)
     assert explained.kernel == "paged_latent"
-    assert kernel_cases.worst_error(case, attend) < kernel_cases.TOLERANCE
-    wrong = kernel_cases.worst_error(case, lambda *x, **options: attend(*x, **options | {"scale": jnp.float32(0.03)}))
-    assert wrong > kernel_cases.TOLERANCE
+    assert cases.worst_error(case, attend) < cases.TOLERANCE
+    wrong = cases.worst_error(case, lambda *x, **options: attend(*x, **options | {"scale": jnp.float32(0.03)}))
+    assert wrong > cases.TOLERANCE
 
 
 class TestManyRows(OnGpu):
@@ -268,8 +268,8 @@ def test_prompts_go_through_the_kernels_by_default_and_their_gradients_through_x
 @pytest.mark.parametrize("q_len", [1, 17])
 def test_as_many_runs_as_a_launch_takes(q_len):
     """The slowest axis of the grid is full. Too many sequences for the builder of cases: they share blocks freely."""
-    num_runs, _ = fewest_runs(q_len, 4)
-    seqs, pool = decode_config.MAX_SEQS // num_runs, (1000, 16, 1, 72)  # no head of the prefill kernel
+    num_runs = 1 if q_len == 1 else 2  # of at most 64 rows
+    seqs, pool = MOST_SEQS // num_runs, (1000, 16, 1, 72)  # no head of the prefill kernel
     keys = jax.random.split(jax.random.key(0), 5)
     q = jax.random.normal(keys[0], (seqs, q_len, 4, 72), BF16)
     k, v = (jax.random.normal(key, pool, BF16) for key in keys[1:3])
@@ -353,7 +353,7 @@ def test_many_partitions():
 
 def planned(case: Case) -> PartitionPlan:
     a = make_call(case)
-    at_once = by_decode(a, _device.gpu(), planned=True).at_once
+    at_once = partition_plan.programs_at_once(_device.gpu().num_sms, a.kv_heads)
     return partition_plan.default(a.lengths, a.options.sliding_window, q_len=a.q.shape[1], at_once=at_once)
 
 
@@ -383,8 +383,8 @@ def test_one_sequence_much_longer_than_the_others():
     case = make_case(lengths=lengths, max_blocks=2500, heads=8, kv_heads=2, head_dim=128, dtype=BF16)
     assert jnp.diff(planned(case).partition_starts).tolist() == [1, 1, 79, 1, 2, 1]
     a = make_call(case)
-    assert choose(a, _device.gpu()).at_once is not None
-    choice = by_decode(a, _device.gpu(), planned=True)
+    choice = choose(a, _device.gpu())
+    assert choice.config.at_once is not None
     out = np.asarray(run(choice, a)[0][:, 0], np.float32)
     assert (out == check(case, planned(case))).all()
     assert (out != check(case, 1)).any()

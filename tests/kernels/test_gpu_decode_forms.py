@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from jaxpaged import _device, tree_mask
-from jaxpaged._attention.choose import StaticHints, by_decode
 from jaxpaged._attention.run import run
-from pallas_kernels.decode import partition_plan
+from jaxpaged._by_kernel import StaticHints
+from pallas_kernels.common import partition_plan
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case, paired
-from tests.kernels.interpret import changed, make_call
+from tests.kernels.interpret import by_decode, changed, make_call
 from tests.kernels.lowering import mosaic_for
 
 pytestmark = pytest.mark.gpu
@@ -34,10 +34,11 @@ BF16 = jnp.bfloat16
 def check(case, form, num_partitions=None, plan=None, **changes):
     a = make_call(case)
     choice = by_decode(a, _device.gpu(), StaticHints(num_partitions=num_partitions))
-    choice = changed(choice, copies="tma" if form == "tma" else "cp_async", **changes)
-    choice = dataclasses.replace(choice, at_once=None if plan is None else plan.total_partitions)
+    at_once = None if plan is None else plan.total_partitions
+    choice = changed(choice, copies="tma" if form == "tma" else "cp_async", at_once=at_once, **changes)
+    a = dataclasses.replace(a, plan=plan)
     with mosaic_for(8.0) if form == "sm_80" else contextlib.nullcontext():
-        attend = jax.jit(lambda a: run(choice, a, plan)).lower(a).compile()
+        attend = jax.jit(lambda a: run(choice, a)).lower(a).compile()
     results = [(out, lse) if case.q.ndim == 4 else (out[:, 0], lse[:, 0]) for out, lse in (attend(a), attend(a))]
     assert_within_budget(case, results[0][0])
     assert_lse(case, results[0][1])

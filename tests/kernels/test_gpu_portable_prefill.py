@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import _device
-from jaxpaged._attention.decide import quick_test
+from jaxpaged._selftest.kept import quick_test
 from tests.attention.conformance import Conformance
 from tests.cases import OPTIONS, make_case, paired
 from tests.kernels import prefill

@@ -135,8 +135,8 @@ def test_equal_bits_twice(shape):
 )
 def test_prompts_through_the_public_function(name, shape, monkeypatch):
     launched = []
-    form = kernel.form
-    monkeypatch.setattr(kernel, "form", lambda *args: launched.append(0) or form(*args))
+    launch = kernel.launch
+    monkeypatch.setattr(kernel, "launch", lambda *args: launched.append(0) or launch(*args))
     jax.clear_caches()
     case = make_case(
         lengths=(5, 1040, 700),

@@ -1,18 +1,18 @@
 """The decode kernel on latents, whose values are columns of their keys, and on values of another width than keys: in
 interpret mode at toy sizes, without races, and lowered for five GPUs."""
 
-import dataclasses
 import functools
 
 import jax.numpy as jnp
 import pytest
 
-from jaxpaged._attention.choose import StaticHints, by_decode
+from jaxpaged._by_kernel import StaticHints
 from jaxpaged.debug import explain
 from tests.cases import OPTIONS, make_case
 from tests.kernels.interpret import (
     H100,
     attend,
+    by_decode,
     changed,
     check,
     check_mistakes_of_latents,
@@ -64,8 +64,8 @@ def test_queries_of_a_history():
 
     def compute(call):
         choice = by_decode(call, H100)
-        assert choice.run == 2
-        return run_without_races(dataclasses.replace(changed(choice, copies="tma"), mapped=None), call)
+        assert choice.config.run == 2
+        return run_without_races(changed(choice, copies="tma", mapped_stages=None), call)
 
     check_queries_of_a_history(latent_case(lengths=(70, 3), q_len=5, heads=24), compute)
 

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged._attention.choose import StaticHints, choose
+from jaxpaged._by_kernel import StaticHints
 from jaxpaged.debug import explain
 from tests.cases import OPTIONS, assert_lse, assert_within_budget, make_case
 from tests.kernels.interpret import (
     H100,
     check_mistakes_of_latents,
     check_queries_of_a_history,
+    choose,
     make_call,
     run_without_races,
 )
@@ -29,7 +30,7 @@ latent_case = functools.partial(
 
 def compute(call, num_partitions=1):
     choice = choose(call, H100, StaticHints(num_partitions=num_partitions))
-    assert choice.kernel == "paged_latent"
+    assert choice.kernel.name == "paged_latent"
     return run_without_races(choice, call)
 
 

@@ -11,14 +11,14 @@ from jax import export
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged._attention import xla
-from jaxpaged._attention.choose import Choice, StaticHints, by_decode, choose
 from jaxpaged._attention.run import run
+from jaxpaged._by_kernel import Choice, StaticHints
 from jaxpaged._device import Gpu
 from jaxpaged.debug import explain
 from pallas_kernels.common import sizes
 from tests.attention.conformance import Conformance
 from tests.cases import OPTIONS, assert_within_budget, make_case, within_budget
-from tests.kernels.interpret import H100, attend, check, make_call, races_found
+from tests.kernels.interpret import H100, attend, by_decode, check, choose, make_call, races_found
 
 pytestmark = pytest.mark.slow
 

@@ -1,7 +1,6 @@
 """The prefill kernel: in interpret mode with race detection, lowered for Hopper, and how it is configured."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common.shapes import Shapes
+from jaxpaged._by_kernel import NO_HINTS
+from jaxpaged._device import Gpu
+from pallas_kernels.common.interface import AttentionOptions, Call, Shapes
 from pallas_kernels.prefill import config as prefill_config
 from pallas_kernels.prefill.portable import config as portable_config
 from pallas_kernels.prefill.work_list import make_work_list
@@ -167,24 +168,55 @@ def test_an_item_fills_its_rows(group, heads, tokens):
     ],
 )
 def test_what_it_takes(compute_capability, changes, by_hopper, by_portable):
-    shapes = dataclasses.replace(SHAPES, **changes)
-    assert prefill_config.takes(shapes, compute_capability) == by_hopper
-    assert portable_config.takes(shapes, compute_capability) == by_portable
+    call = shaped_call(**changes)
+    on_hopper = prefill_config.limits(call, Gpu(132, compute_capability), NO_HINTS)
+    assert (not list(on_hopper)) == by_hopper
+    elsewhere = 10.0 if compute_capability == 9.0 else compute_capability
+    assert (not list(portable_config.limits(call, Gpu(132, elsewhere), NO_HINTS))) == by_portable
 
 
-def make_entries(counts, lengths, *, tokens, token_bytes=4096):
-    """Of a group of 4: 32 tokens an item."""
+def shaped_call(
+    tokens=100,
+    counts=(100,),
+    lengths=(100,),
+    *,
+    head_dim=128,
+    value_dim=128,
+    block_size=16,
+    q_dtype=BF16,
+    cache_dtype=BF16,
+    is_latent=False,
+    kv_heads=1,
+):
+    """Packed, of a group of 4."""
+    shape, pool = jax.ShapeDtypeStruct, (9, block_size, kv_heads)
+    values = None if is_latent else shape((*pool, value_dim), cache_dtype)
+    return Call(
+        shape((tokens, 4 * kv_heads, head_dim), q_dtype),
+        shape((*pool, head_dim), cache_dtype),
+        values,
+        None,
+        jnp.asarray(lengths, jnp.int32),
+        AttentionOptions(scale=None),
+        value_dim,
+        query_starts=jnp.asarray(np.cumsum([0, *counts]), jnp.int32),
+    )
+
+
+def make_entries(counts, lengths, *, tokens, kv_heads=8):
+    """32 tokens an item; by default 4096 bytes a token."""
     config = prefill_config.default_config(SHAPES, num_sms=132)
-    starts = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
-    make = functools.partial(make_work_list, tokens=tokens, token_bytes=token_bytes, config=config)
-    work = jax.jit(make)(starts, jnp.asarray(lengths, jnp.int32))
+    call = shaped_call(tokens, counts, lengths, kv_heads=kv_heads)
+    work = jax.jit(
+        lambda starts, lengths: make_work_list(dataclasses.replace(call, query_starts=starts, lengths=lengths), config)
+    )(call.query_starts, call.lengths)
     return np.asarray(work.entries)[: int(work.num_entries[0])]
 
 
-@pytest.mark.parametrize("token_bytes", [4096, 10**6])
-def test_the_work_list_covers_each_row_once(token_bytes):
+@pytest.mark.parametrize("kv_heads", [8, 2000])
+def test_the_work_list_covers_each_row_once(kv_heads):
     counts, lengths = (0, 100, 1, 32), (50, 400, 7, 32)
-    entries = make_entries(counts, lengths, tokens=140, token_bytes=token_bytes)
+    entries = make_entries(counts, lengths, tokens=140, kv_heads=kv_heads)
     rows = [row for _, start, _, count, _ in entries for row in range(start, start + count)]
     assert sorted(rows) == list(range(140))
     for seq, start, position, count, length in entries:
@@ -204,8 +236,8 @@ def test_the_longest_come_first_and_a_sequence_together():
 
 
 def test_beyond_the_l2_cache_a_sequence_follows_the_other():
-    entries = make_entries((96, 96, 64), (1024, 4096, 2048), tokens=256, token_bytes=10**6)
+    entries = make_entries((96, 96, 64), (1024, 4096, 2048), tokens=256, kv_heads=2000)
     assert entries[:, 0].tolist() == [1, 1, 1, 2, 2, 0, 0, 0]
     assert entries[:, 2].tolist() == [4064, 4032, 4000, 1984, 2016, 992, 960, 928]
-    entries = make_entries((96, 96), (1024, 4096), tokens=192, token_bytes=10**6)
+    entries = make_entries((96, 96), (1024, 4096), tokens=192, kv_heads=2000)
     assert entries[:, 2].tolist() == [4000, 4032, 4064, 992, 960, 928]

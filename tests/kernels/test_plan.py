@@ -11,14 +11,13 @@ from jax import export
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged import _device, paged_attention
-from jaxpaged._attention.choose import StaticHints, by_decode, choose
-from jaxpaged._attention.plan import follows, make_plan, plan_step
+from jaxpaged._attention.plan import make_plan, plan_step
 from jaxpaged._attention.public import planned_attention
 from jaxpaged._attention.run import run
 from jaxpaged.debug import explain
-from pallas_kernels.decode import partition_plan
+from pallas_kernels.common import partition_plan
 from tests.cases import OPTIONS, assert_within_budget, make_case, within_budget
-from tests.kernels.interpret import A100, H100, attend, check, make_call, races_found
+from tests.kernels.interpret import A100, H100, attend, by_decode, check, choose, make_call, races_found
 
 pytestmark = pytest.mark.slow
 
@@ -129,7 +128,8 @@ def test_how_many_partitions_of_a_plan_run_at_once(gpu, kind, at_once):
     a = make_call(make_case(lengths=(3, 50), max_blocks=4, kv_heads=2, dtype=BF16, **kind))
     a = dataclasses.replace(a, k_cache=jax.ShapeDtypeStruct((4, 16, 8, 64), a.k_cache.dtype))
     a = dataclasses.replace(a, q=jax.ShapeDtypeStruct((2, a.q.shape[1], 4 * a.q.shape[2], 64), BF16))
-    assert by_decode(a, gpu, planned=True).at_once == at_once
+    plan = partition_plan.PartitionPlan(np.zeros((4, 3)), None)
+    assert by_decode(dataclasses.replace(a, plan=plan), gpu).config.at_once == at_once
 
 
 def test_a_plan_is_made_once_and_passed_to_a_scan(monkeypatch):
@@ -201,16 +201,17 @@ def test_mapped_calls_follow_no_plan(mapped):
     a, *_ = singles = list(map(make_call, cases))
     plan = partition_plan.make(jnp.array([3, 64 * 16]), None, q_len=1, total_partitions=5)
     assert jnp.diff(plan.partition_starts).tolist() == [1, 2]
-    choice = by_decode(a, H100, planned=True)
+    choice = by_decode(dataclasses.replace(a, plan=plan), H100)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     launch = functools.partial(run, dataclasses.replace(choice, interpret=interpret))
     stack = functools.partial(jax.tree.map, lambda *leaves: jnp.stack(leaves))
     if mapped == "everything":
-        out, _ = jax.vmap(launch, (0, None))(stack(*singles), plan)
+        out, _ = jax.vmap(lambda call: launch(dataclasses.replace(call, plan=plan)))(stack(*singles))
     elif mapped == "queries":
-        out, _ = jax.vmap(lambda q: launch(dataclasses.replace(a, q=q), plan))(jnp.stack([each.q for each in singles]))
+        queries = jnp.stack([each.q for each in singles])
+        out, _ = jax.vmap(lambda q: launch(dataclasses.replace(a, q=q, plan=plan)))(queries)
     else:
-        out, _ = jax.vmap(launch, (None, 0))(a, stack(plan, plan))
+        out, _ = jax.vmap(lambda plan: launch(dataclasses.replace(a, plan=plan)))(stack(plan, plan))
     assert not races_found()
     for case, its in zip(cases, out, strict=True):
         assert_within_budget(case, its[:, 0])
@@ -244,7 +245,9 @@ def test_the_plan_of_a_call_is_that_of_a_step(monkeypatch, q_len):
     case = make_case(lengths=(200, 180, 190), max_blocks=4225, q_len=q_len, dtype=BF16)
     how = dict(num_kv_heads=2, q_len=q_len or 1)
     of_step = plan_step(case.lengths, **how, capacity=4225 * 16)
-    plan = partition_plan.default(case.lengths, None, q_len=q_len or 1, at_once=choose(make_call(case), H100).at_once)
+    plan = partition_plan.default(
+        case.lengths, None, q_len=q_len or 1, at_once=choose(make_call(case), H100).config.at_once
+    )
     assert (plan.partitions == of_step.partitions).all()
     assert plan_step(case.lengths, **how, capacity=4224 * 16) is None
 
@@ -265,7 +268,7 @@ def test_what_follows_no_plan():
     a = make_call(make_case(lengths=(0, 1, 70), max_blocks=5, kv_heads=1, dtype=BF16))
 
     def is_followed(total, *, seqs=3, q_len=1, heads=6, causal=True):
-        return follows(dataclasses.replace(a, q=np.zeros((seqs, q_len, heads, 64)), causal=causal), total)
+        return dataclasses.replace(a, q=np.zeros((seqs, q_len, heads, 64)), causal=causal).can_follow(total)
 
     assert is_followed(5)
     assert not is_followed(5, causal=False)
@@ -278,10 +281,10 @@ def test_what_follows_no_plan():
 def test_one_sequence_gets_no_plan():
     case = make_case(lengths=(500,), max_blocks=1000, dtype=BF16)
     assert not is_planned(case)
-    hints = StaticHints(total_partitions=make_plan(case.lengths, num_kv_heads=2).total_partitions)
-    assert choose(make_call(case), H100, hints).at_once is None
+    plan = make_plan(case.lengths, num_kv_heads=2)
+    assert choose(dataclasses.replace(make_call(case), plan=plan), H100).config.at_once is None
     two = make_call(make_case(lengths=(500, 3), max_blocks=32, dtype=BF16))
-    assert choose(two, H100, hints).at_once is not None
+    assert choose(dataclasses.replace(two, plan=plan), H100).config.at_once is not None
 
 
 @pytest.mark.parametrize("lengths", [(0, 100_000), (2**31 - 1, 3), (2**31 - 64,) * 100, (1, 2, 3)])

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common.shapes import Shapes
+from pallas_kernels.common.interface import Shapes
 from pallas_kernels.prefill.portable import config as portable_config
 from tests.attention.conformance import Conformance
 from tests.cases import assert_lse, assert_within_budget, make_case

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged._attention import launch, xla
-from jaxpaged._attention.choose import StaticHints, by_decode, choose
+from jaxpaged._attention import kernels, xla
 from jaxpaged._attention.run import run
 from jaxpaged._attention.runs import cut_uniform
 from jaxpaged._attention.shared_prefix import split
+from jaxpaged._by_kernel import StaticHints
 from jaxpaged.debug import explain
 from jaxpaged.ops import PrefixGroups
 from tests.cases import OPTIONS, find_groups, make_case, within_budget
-from tests.kernels.interpret import H100, attend, check, make_call, run_without_races
+from tests.kernels.interpret import H100, attend, by_decode, check, choose, make_call, run_without_races
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +77,7 @@ def test_a_wrong_result_is_noticed(fault, monkeypatch, request):
             runs = cut_uniform(a, run)
             return dataclasses.replace(runs, lengths=runs.lengths.reshape(2, 3)[:, ::-1].reshape(-1))
 
-        monkeypatch.setattr(launch, "cut_uniform", reordered)
+        monkeypatch.setattr(kernels, "cut_uniform", reordered)
         jax.clear_caches()
         request.addfinalizer(jax.clear_caches)
     out, _ = attend(wrong)
@@ -189,7 +189,7 @@ def test_the_prefill_kernel_takes_prefix_groups():
     assert groups.num_blocks.tolist() == [0, 0, 2, 2, 0, 2, 0, 2]
     shared, rest, _ = split(make_call(case), groups)
     choice = choose(shared, H100)
-    assert choice.kernel == "paged_prefill"
+    assert choice.kernel.name == "paged_prefill"
     out, lse = run_without_races(choice, shared)
     expected, expected_lse = xla.attend(shared, num_partitions=1)
     np.testing.assert_allclose(out.astype(jnp.float32), expected.astype(jnp.float32), atol=1e-2)
@@ -203,6 +203,6 @@ def test_the_prefill_kernel_takes_prefix_groups():
 def test_a_shared_prefix_is_computed_in_runs_of_64_rows():
     a = make_call(make_case(lengths=(30,), q_len=70, heads=4, kv_heads=1, dtype=BF16))
     choice = by_decode(dataclasses.replace(a, causal=False), H100)
-    assert choice.run == 14
-    runs = cut_uniform(dataclasses.replace(a, causal=False), choice.run)
+    assert choice.config.run == 14
+    runs = cut_uniform(dataclasses.replace(a, causal=False), choice.config.run)
     assert (runs.q.shape, runs.block_tables.shape) == ((5, 1, 14 * 4, 64), (5, a.block_tables.shape[1]))

@@ -38,3 +38,5 @@ It is compiled for GPUs from sm_80 to sm_120. It has run on a Hopper GPU only.
 
 Source: Dao, FlashAttention-2, 2023 (https://arxiv.org/abs/2307.08691).
 """
+
+from pallas_kernels.prefill.portable.config import KERNEL as KERNEL

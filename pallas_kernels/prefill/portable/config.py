@@ -1,15 +1,17 @@
-"""What the portable prefill kernel takes, and how a call is cut up.
+"""The limits of the portable prefill kernel, and how a call is cut up.
 
 Pure functions of ints: nothing here is traced, and all of it is tested on a CPU.
 """
 
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.common.shapes import Shapes
+from pallas_kernels.common.interface import Call, Gpu, Hints, Kernel, Shapes, is_hopper
 from pallas_kernels.common.sizes import COLUMNS, LEAST_COMPUTE_CAPABILITY, round_up, smem_per_sm
-from pallas_kernels.prefill.config import Cut, heads_and_tokens, takes_shapes
+from pallas_kernels.prefill.config import Cut, heads_and_tokens, in_parts, limits_of_prompts
 
 OVERHEAD = 1024  # bytes of SMEM of a program, which CUDA takes
 
@@ -20,10 +22,26 @@ class Config(Cut):
     num_stages: int  # tiles of K, and of V, in SMEM at a time
 
 
-def takes(shapes: Shapes, compute_capability: float) -> bool:
-    """Whether this kernel takes a call."""
-    least = 8.9 if shapes.cache_dtype == jnp.float8_e4m3fn else LEAST_COMPUTE_CAPABILITY
-    return compute_capability >= least and takes_shapes(shapes)
+def limits(call: Call, gpu: Gpu, hints: Hints) -> Iterator[str]:
+    """Reasons to refuse a call."""
+    least = 8.9 if call.k_cache.dtype == jnp.float8_e4m3fn else LEAST_COMPUTE_CAPABILITY
+    if is_hopper(gpu) or gpu.compute_capability < least:  # Hopper has a kernel of its own
+        yield f"the prefill kernel for every GPU needs compute capability {least} or higher, and not Hopper."
+    yield from limits_of_prompts(call, hints)
+
+
+def configure(call: Call, gpu: Gpu, hints: Hints) -> Config:
+    config = default_config(call.shapes(), compute_capability=gpu.compute_capability)
+    return in_parts(config, call, gpu, hints)
+
+
+def launch(call: Call, config: Config) -> Any:
+    from pallas_kernels.prefill.portable import kernel
+
+    return kernel.launch(call, config)
+
+
+KERNEL = Kernel("portable_prefill", "the prefill kernel for every GPU", limits, configure, launch)
 
 
 def default_config(shapes: Shapes, *, compute_capability: float) -> Config:
@@ -41,7 +59,7 @@ def default_config(shapes: Shapes, *, compute_capability: float) -> Config:
     num_stages = 2 if fits(resident, rows, tile_tokens, 2) else 1
     heads, item_tokens = heads_and_tokens(shapes.group, rows)
     return Config(
-        num_programs=1,  # see `kernel.form`
+        num_programs=1,  # see `kernel.launch`
         rows=rows,
         heads=heads,
         item_tokens=item_tokens,

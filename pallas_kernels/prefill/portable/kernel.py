@@ -12,14 +12,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.cp_async import barrier
 from pallas_kernels.common.fetch import Ids
-from pallas_kernels.common.options import AttentionOptions
-from pallas_kernels.common.rescale import rescale
+from pallas_kernels.common.interface import Call, Shapes
 from pallas_kernels.common.rows import LOWEST, ROWS_FIRST, matrix, zeros
 from pallas_kernels.common.scales import of_head, ring_types, scaled
-from pallas_kernels.common.shapes import Shapes
 from pallas_kernels.common.sizes import COLUMNS, round_up
+from pallas_kernels.common.softmax import rescale
 from pallas_kernels.prefill.item import Items
-from pallas_kernels.prefill.launch import Form
+from pallas_kernels.prefill.launch import launch_items
 from pallas_kernels.prefill.logits import Logits
 from pallas_kernels.prefill.portable import products
 from pallas_kernels.prefill.portable.config import Config
@@ -27,7 +26,7 @@ from pallas_kernels.prefill.portable.tiles import Tiles
 from pallas_kernels.prefill.refs import Arrays, query_smem
 from pallas_kernels.prefill.rows_of_item import RowsOfItem
 from pallas_kernels.prefill.softmax import softmax
-from pallas_kernels.prefill.work_list import WorkList
+from pallas_kernels.prefill.work_list import max_entries
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,17 +130,19 @@ def _attend(refs: Refs, items: Items, config: Config) -> None:
     rows.store_results(refs, item, acc, m, l, sinks, v_scale, q_smem)
 
 
-def form(q: jax.Array, k_cache: jax.Array, work: WorkList, options: AttentionOptions, config: Config) -> Form:
-    """As it computes a call, see `prefill.launch`."""
+def launch(call: Call, config: Config) -> tuple[jax.Array, jax.Array]:
+    """Of a packed call, see `launch_items`."""
+    tokens, heads, _ = call.q.shape
     # A program an item: programs that stay are slower. [portable_prefill_h100 of benchmarks/results/decisions/]
-    num_programs = work.entries.shape[0] * (q.shape[1] // config.heads) * config.num_parts
-    config = dataclasses.replace(config, num_programs=num_programs)
-    scratch_types = scratch(config, Shapes.of(q, k_cache, k_cache), (options.k_scale, options.v_scale))
-    return Form(
-        name="portable_prefill",
-        body=functools.partial(_kernel, config=config),
-        refs=Refs,
+    num_entries = max_entries(tokens, call.lengths.shape[0], config.item_tokens)
+    config = dataclasses.replace(config, num_programs=num_entries * (heads // config.heads) * config.num_parts)
+    return launch_items(
+        "portable_prefill",
+        functools.partial(_kernel, config=config),
+        Refs,
+        call,
+        config,
         rows=config.rows,
-        num_programs=num_programs,
-        how=dict(scratch_types=scratch_types, reduction_bytes=0),
+        scratch_types=scratch(config, call.shapes(), (call.options.k_scale, call.options.v_scale)),
+        reduction_bytes=0,
     )

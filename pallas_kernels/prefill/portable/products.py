@@ -20,10 +20,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.common.chunks import i32, pointer, product, quotient, remainder, thread, total
 from pallas_kernels.common.interpret import interpreted_by
-from pallas_kernels.common.mlir import arith, constant, integer
-from pallas_kernels.common.registers import make_array
+from pallas_kernels.common.mlir import (
+    arith,
+    constant,
+    i32,
+    integer,
+    make_array,
+    pointer,
+    product,
+    quotient,
+    remainder,
+    thread,
+    total,
+)
 from pallas_kernels.common.rows import LEFT, RIGHT, ROWS, matrix
 from pallas_kernels.common.sizes import COLUMNS
 

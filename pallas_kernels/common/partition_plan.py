@@ -1,8 +1,8 @@
 """The partitions of each sequence, if a batch's partitions are shared out by length.
 
-XLA computes the plan on the device, before the kernel. The decode kernel follows it, and merges what it splits.
-Any plan gives the same result up to rounding: a sequence's tiles go to its partitions in turn, however many there are
-of either.
+XLA computes the plan on the device, before the kernel. The decode kernel follows it, and merges the partitions.
+Any plan gives the same result up to rounding: a sequence's tiles go to its partitions in turn, whatever the number of
+either.
 """
 
 import dataclasses
@@ -15,6 +15,8 @@ from pallas_kernels.common import sizes
 
 TILE = 64  # tokens by which lengths are counted
 LEAST_TILES = 8  # a sequence of no more stays whole: shorter partitions cost more to merge than they even out
+
+LONG = 3072  # tokens of a KV head for each SM
 
 
 @jax.tree_util.register_dataclass
@@ -31,9 +33,21 @@ class PartitionPlan:
         return self.partitions.shape[0]
 
 
+def plan_pays(num_sms: int, *, pairs: int, seen: int) -> bool:
+    """Whether a call may last so long that some sequences can be much longer than the others, and that XLA makes the
+    plan while the layer before still runs. `pairs` of a sequence and a KV head may see `seen` tokens each."""
+    # [one_kernel_h200, plan_kernel_h100, plan_kernels_h100, plans_h100 of benchmarks/results/decisions/]
+    return pairs * seen > LONG * num_sms
+
+
+def programs_at_once(num_sms: int, kv_heads: int) -> int:
+    """Partitions of a KV head that run at the same time: four programs a SM for all KV heads."""
+    return 4 * num_sms // kv_heads  # [plans_h100 of benchmarks/results/decisions/]
+
+
 def default_total(seqs: int, at_once: int) -> int:
-    """Partitions of a KV head to share out by length, `at_once` of which run at the same time."""
-    # One for each sequence and as many again: a sequence no longer than the mean stays whole, and needs no merge.
+    """Partitions of a KV head to share out by length, where `at_once` run at the same time."""
+    # Twice the number of sequences: one no longer than the mean stays whole, and needs no merge.
     return seqs + max(seqs, at_once)
 
 

@@ -35,8 +35,11 @@ def cut_uniform(call: Call, run: int) -> Call:
         q = q.reshape(seqs * num_runs, run, call.kv_heads, call.group, head_dim).swapaxes(1, 2)
         q = q.reshape(seqs * num_runs, 1, run * heads, head_dim)
         lengths = jnp.repeat(call.lengths, num_runs)
-    block_tables = jnp.repeat(call.block_tables, num_runs, axis=0)
-    return dataclasses.replace(call, q=q, block_tables=block_tables, lengths=lengths, causal=True)
+    num_read, padding = None, num_runs * run - q_len
+    if call.causal and padding and call.options.sliding_window is not None:
+        num_read = jnp.tile(jnp.full(num_runs, run, jnp.int32).at[0].add(-padding), seqs)
+    tables = jnp.repeat(call.block_tables, num_runs, axis=0)
+    return dataclasses.replace(call, q=q, block_tables=tables, lengths=lengths, num_read=num_read, causal=True)
 
 
 def join_uniform(x: jax.Array, call: Call) -> jax.Array:

@@ -114,7 +114,8 @@ class Call:
     value_dim: int = dataclasses.field(metadata=dict(static=True))  # the width of v_cache and of the output
     query_starts: jax.Array | None = None  # int32 [seqs + 1]; None: uniform
     tree_mask: jax.Array | None = None  # uint32 [seqs, q_len, words]; of uniform calls
-    # int32 [seqs], uniform calls only: the last query tokens of a sequence, the others see nothing. None: all.
+    # int32 [seqs], uniform calls with a window: the number of query tokens of each sequence, the last ones. The others
+    # are padding, and what only they would see is never read. None: all are query tokens.
     num_read: jax.Array | None = None
     # False: every query sees the whole sequence, at the position of the last token.
     causal: bool = dataclasses.field(default=True, metadata=dict(static=True))

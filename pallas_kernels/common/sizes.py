@@ -51,7 +51,7 @@ def ceil_div(x: jax.Array, y: int | jax.Array) -> jax.Array:
     return lax.div(x + jnp.int32(y - 1), jnp.int32(y))
 
 
-def first_visible(length: jax.Array, window: jax.Array | None, q_len: int) -> jax.Array:
+def first_visible(length: jax.Array, window: jax.Array | None, q_len: int | jax.Array) -> jax.Array:
     """The first position that any query of a sequence sees, int32 []."""
     if window is None:
         return jnp.zeros_like(length)
@@ -59,7 +59,7 @@ def first_visible(length: jax.Array, window: jax.Array | None, q_len: int) -> ja
 
 
 def tile_range(
-    length: jax.Array, window: jax.Array | None, q_len: int, tile_tokens: int
+    length: jax.Array, window: jax.Array | None, q_len: int | jax.Array, tile_tokens: int
 ) -> tuple[jax.Array, jax.Array]:
     """The tiles with a token that some query sees: the first, and one past the last."""
     return div(first_visible(length, window, q_len), tile_tokens), ceil_div(length, tile_tokens)

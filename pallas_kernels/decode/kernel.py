@@ -167,6 +167,7 @@ def _launch(call: Call, *, config: Config) -> tuple[jax.Array, jax.Array]:
         "v_cache": call.v_cache,
         "block_tables": call.block_tables,
         "lengths": call.lengths,
+        "num_read": call.num_read,
         "partitions": given(plan, lambda plan: plan.partitions),
         "partition_starts": given(plan, lambda plan: plan.partition_starts),
         "options": OptionRefs.of(options, per_row, with_sinks=not by_xla, tree_bits=tree_bits),

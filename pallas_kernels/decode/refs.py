@@ -38,6 +38,8 @@ class Refs:
     # Of values that are not of the keys
     v_cache: Any = None  # GMEM [blocks, block_size, kv_heads, value_dim]
     v_smem: Any = None  # SMEM [stages, 64, value_width], as k_smem
+    # Of runs with padding, if there is a window, GMEM
+    num_read: Any = None  # int32 [seqs], the query tokens that are not padding
     # Of a plan, GMEM
     partitions: Any = None  # int32 [total_partitions, 3]
     partition_starts: Any = None  # int32 [seqs + 1]

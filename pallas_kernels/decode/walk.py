@@ -63,6 +63,7 @@ class Walk:
     partition: Partition
     window: jax.Array | None  # int32 []
     q_len: int
+    num_read: int | jax.Array  # of the q_len query tokens, the last ones, which are no padding
     block_size: int
     first_tile: jax.Array  # of the sequence, with a token that some query sees
     num_tiles: jax.Array  # of this partition
@@ -71,14 +72,15 @@ class Walk:
     def of(cls, refs: Any, *, num_partitions: int) -> "Walk":
         partition = Partition.of(refs, num_partitions=num_partitions)
         window, q_len = refs.options.window, refs.q.shape[1]
-        first_tile, end_tile = sizes.tile_range(partition.length, window, q_len, TILE)
+        num_read = q_len if refs.num_read is None else refs.num_read[partition.seq]
+        first_tile, end_tile = sizes.tile_range(partition.length, window, num_read, TILE)
         count = partition.count
         if isinstance(count, int) and count > 1:
             count = jnp.clip(end_tile - first_tile, 1, count)  # one without a tile would write a partial all the same
             partition = dataclasses.replace(partition, count=count)
             end_tile = jnp.where(partition.works, end_tile, first_tile)
         num_tiles = sizes.count_tiles(first_tile, end_tile, partition.count, partition.index)
-        return cls(partition, window, q_len, refs.block_size, first_tile, num_tiles)
+        return cls(partition, window, q_len, num_read, refs.block_size, first_tile, num_tiles)
 
     @property
     def seq(self) -> jax.Array:
@@ -103,7 +105,7 @@ class Walk:
 
     def entries_to_follow(self) -> tuple[jax.Array, jax.Array]:
         """The entries of the table row that may be followed: the first, and one past the last."""
-        first = div(sizes.first_visible(self.length, self.window, self.q_len), self.block_size)
+        first = div(sizes.first_visible(self.length, self.window, self.num_read), self.block_size)
         return first, sizes.ceil_div(self.length, self.block_size)
 
     def whole_tiles(self) -> tuple[jax.Array, jax.Array]:
@@ -123,7 +125,7 @@ class Walk:
         tokens = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) + tile * TILE
         seen = tokens < self.length
         if self.window is not None:
-            seen = jnp.logical_and(seen, tokens >= sizes.first_visible(self.length, self.window, self.q_len))
+            seen = jnp.logical_and(seen, tokens >= sizes.first_visible(self.length, self.window, self.num_read))
         return seen
 
     def runs(self) -> list[tuple[Any, jax.Array, bool]]:

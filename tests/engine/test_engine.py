@@ -580,7 +580,7 @@ def test_what_can_never_be_served_is_refused_with_its_reason():
         "min_p must be a number from 0 to 1; got min_p=-0.1": lambda: SamplingParams(min_p=-0.1),
         "max_tokens must be an int; got max_tokens=True": lambda: SamplingParams(max_tokens=True),
         "top_k must be at least -1; got top_k=-2": lambda: SamplingParams(top_k=-2),
-        r"logprobs must be True or False; got logprobs=5\. They return the logprobs": lambda: SamplingParams(logprobs=5),
+        r"logprobs must be True or False; got logprobs=5\. They return": lambda: SamplingParams(logprobs=5),
         "got stop_token_ids='ab'": lambda: SamplingParams(stop_token_ids="ab"),
     }
     for message, call in calls.items():

@@ -216,6 +216,19 @@ def test_blocks_of_many_rows(block_size):
     check(real(q_len=16, heads=8, kv_heads=2, block_size=block_size, dtype=jnp.float16))
 
 
+def test_blocks_that_a_window_has_passed_are_never_read():
+    """As in test_prompts: three runs of 9 tokens, the first with two rows of padding."""
+    lengths, q_len, window = (90, 602, 1034), 25, 50
+    case = real(lengths=lengths, q_len=q_len, heads=5, kv_heads=1, options={"sliding_window": window})
+    tables = np.asarray(case.block_tables).copy()
+    for row, length in zip(tables, lengths, strict=True):
+        row[: (length - q_len - window + 1) // 16] = -5
+    call = make_call(case.replace(block_tables=jnp.asarray(tables)))
+    out, lse = run(by_decode(call, _device.gpu()), call)
+    assert_within_budget(case, out)
+    assert_lse(case, lse)
+
+
 PROMPTS = {
     "fresh": dict(lengths=(1024,), q_len=1024),
     "after a history": dict(lengths=(800, 800), q_len=300),

@@ -16,8 +16,9 @@ from jaxpaged._attention.shared_prefix import split
 from jaxpaged._by_kernel import StaticHints
 from jaxpaged.debug import explain
 from jaxpaged.ops import PrefixGroups
-from tests.cases import OPTIONS, find_groups, make_case, within_budget
+from tests.cases import OPTIONS, find_groups, make_case, oracle, within_budget
 from tests.kernels.interpret import H100, attend, by_decode, check, choose, make_call, run_without_races
+from tests.kernels.prefill import packed
 
 pytestmark = pytest.mark.slow
 
@@ -62,6 +63,30 @@ def test_float16():
 @pytest.mark.parametrize(("cache_dtype", "scale_shape"), [(jnp.int8, "token_head"), (jnp.float8_e4m3fn, "head")])
 def test_8bit_caches(cache_dtype, scale_shape):
     check(prompt_case(lengths=(100,), cache_dtype=cache_dtype, scale_shape=scale_shape, options=OPTIONS["window"]))
+
+
+@pytest.mark.parametrize(("lengths", "counts"), [((77, 93), (26, 26)), ((68, 70), (1, 3))])
+def test_blocks_that_a_window_has_passed_are_never_read(lengths, counts):
+    """The padding of a run would see one token more: the last token of a block that is in the table no more. Its entry
+    is garbage, and the null block, which it is clamped to, holds NaN."""
+    window, is_packed = 20, counts[0] < 26
+    case = prompt_case(lengths=lengths, options={"sliding_window": window})
+    tables = np.asarray(case.block_tables).copy()
+    for row, length, count in zip(tables, lengths, counts, strict=True):
+        num_passed, rest = divmod(length - count - window + 1, 16)
+        assert num_passed > 0
+        assert rest == 0
+        row[:num_passed] = -5
+    call = make_call(case.replace(block_tables=jnp.asarray(tables)))
+    if is_packed:
+        starts = jnp.cumsum(jnp.array([0, *counts], jnp.int32), dtype=jnp.int32)
+        call = dataclasses.replace(call, q=jnp.asarray(packed(case.q, counts)), query_starts=starts)
+    out, lse = run_without_races(by_decode(call, H100, StaticHints(num_partitions=1)), call)
+    expected, expected_lse = oracle(case)
+    if is_packed:
+        expected, expected_lse = packed(expected, counts), packed(expected_lse, counts)
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=2e-2)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-3)
 
 
 @pytest.mark.parametrize("fault", ["values replaced by keys", "one token fewer", "runs in another order"])

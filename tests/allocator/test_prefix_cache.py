@@ -6,25 +6,26 @@ import numpy as np
 import pytest
 from jax.extend.random import threefry_2x32
 
-from jaxpaged import BlockAllocator, KVCache, PrefixCache, paged_attention
+from jaxpaged import KVCache, PrefixCache
 from jaxpaged._allocator import block_hashes, listing
 from jaxpaged._threefry import threefry
-from jaxpaged.ops import write_kv
-from tests.allocator.allocators import counts, free_ids, marks
+from tests.allocator import allocators
+from tests.allocator.allocators import attend, counts, create_cache, free_ids, marks, write
 
 A, B, C = [1, 2], [3, 4], [5, 6]  # blocks of two tokens
 
 
-def make(num_blocks=8, num_seqs=3, block_size=2, max_blocks=4):
-    allocator = BlockAllocator.create(
-        num_blocks=num_blocks, block_size=block_size, num_seqs=num_seqs, max_blocks_per_seq=max_blocks
-    )
-    return PrefixCache.create(num_blocks=num_blocks, block_size=block_size), allocator
+def create(num_blocks=8, block_size=2, **changes):
+    return PrefixCache.create(num_blocks=num_blocks, block_size=block_size, **changes)
 
 
-def rows(*prompts: list[int], width: int = 8) -> jax.Array:
+def make(num_blocks=8, **changes):
+    return create(num_blocks, **changes), allocators.make(0, 0, 0, num_blocks=num_blocks, block_size=2)
+
+
+def rows(*prompts: list[int]) -> jax.Array:
     """Each prompt at the end of its row, behind padding that is a token too."""
-    return jnp.asarray([[9] * (width - len(prompt)) + prompt for prompt in prompts], jnp.int32)
+    return jnp.asarray([[9] * (8 - len(prompt)) + prompt for prompt in prompts], jnp.int32)
 
 
 def begin(prefix_cache, allocator, *prompts, salts=None, insert=True):
@@ -70,14 +71,12 @@ def test_what_counts_as_the_same_prefix(prompt, hits):
     assert begin(prefix_cache, allocator, [], prompt, [])[2] == [0, hits, 0]
 
 
-def test_blocks_that_nobody_holds_are_found_until_their_space_is_needed():
+def test_free_blocks_are_found_until_their_space_is_needed():
     prefix_cache, allocator, _ = begin(*make(), [*A, *B, *C, 7], [], [])
     allocator = allocator.free(marks(1, 0, 0))
     # The one that is not cached goes first, then the tail before the head.
     assert int(allocator.num_waiting) == 3
-    pool = allocator.pool
-    indices = (int(pool.bottom) + np.arange(7)) % 8
-    assert pool.free_list[indices].tolist() == [1, 2, 3, 7, 6, 5, 4]
+    assert free_ids(allocator) == [1, 2, 3, 7, 6, 5, 4]
     prefix_cache, other, hits = begin(prefix_cache, allocator, [*A, *B, *C, 8], [], [])
     assert hits == [6, 0, 0]
     assert int(other.num_waiting) == 0
@@ -87,22 +86,6 @@ def test_blocks_that_nobody_holds_are_found_until_their_space_is_needed():
     assert allocator.block_tables.tolist() == [[0, 0, 0, 0], [4, 5, 6, 7], [3, 0, 0, 0]]
     allocator = allocator.free(marks(0, 1, 1))
     assert begin(prefix_cache, allocator, [*A, *B, *C, 8], [], [])[2] == [4, 0, 0]
-
-
-def test_the_least_recently_used_goes_first():
-    prefix_cache, allocator, _ = begin(*make(num_blocks=7), [*A, *A], [*B, *B], [*C, *C])
-    for row in (0, 1, 2):
-        allocator = allocator.free(marks(*(row == i for i in range(3))))
-    prefix_cache, allocator, hits = begin(prefix_cache, allocator, [*A, *A, 7][:4], [], [], insert=False)
-    assert hits == [2, 0, 0]
-    allocator = allocator.free(marks(1, 0, 0))  # A's head is the newest now
-    order = []
-    for count in range(1, 7):
-        taken, _, _ = allocator.append(counts(min(2 * count, 8), max(2 * count - 8, 0), 0), q_len=8)
-        order += sorted(set(allocator.pool.free_list.tolist()) & set(taken.block_tables.ravel().tolist()) - set(order))
-    # The tail of A was handed out for the rest of the prompt; then B's tail and head, C's, A's head.
-    assert order[-1] == 1
-    assert order.index(4) < order.index(3) < order.index(6) < order.index(5) < order.index(1)
 
 
 def test_salts_keep_tenants_apart():
@@ -123,16 +106,7 @@ def test_prompts_that_came_together_keep_one_copy():
     assert int(again.listing.next_serial) == int(prefix_cache.listing.next_serial) == 4
 
 
-def test_shortening_into_a_cached_block_takes_a_copy_and_the_cached_one_stays():
-    prefix_cache, allocator, _ = begin(*make(), [*A, *B], [], [])
-    allocator, copies, ok = allocator.rollback(counts(3, 0, 0))
-    assert ok.all()
-    assert [ids.tolist()[0] for ids in copies] == [2, 3]
-    assert allocator.broken_invariants() == ()
-    assert begin(prefix_cache, allocator, [], [*A, *B, 7], [])[2] == [0, 4, 0]
-
-
-def test_after_clear_nothing_is_found_and_what_is_held_is_cached_anew():
+def test_after_clear_nothing_is_found_and_held_blocks_can_be_cached_again():
     prefix_cache, before, _ = begin(*make(num_blocks=12), [*A, *B, 7], [*C, 7], [])
     before = before.free(marks(0, 1, 0))
     prefix_cache, allocator = prefix_cache.clear(before)
@@ -151,18 +125,6 @@ def test_after_clear_nothing_is_found_and_what_is_held_is_cached_anew():
     assert allocator.broken_invariants() == ()
 
 
-def test_a_refused_append_leaves_what_was_matched():
-    prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], [9] * 8, [])
-    assert int(allocator.num_free) == 0
-    tokens, lengths = rows([], [], [*A, *B, 8]), counts(0, 0, 5)
-    _, matched, num_cached = prefix_cache.match_prefix(allocator, tokens, lengths)
-    after, _, ok = matched.append(lengths - num_cached, q_len=8)
-    assert ok.tolist() == [True, True, False]
-    assert after.lengths.tolist() == [5, 8, 4]
-    freed = after.free(marks(0, 0, 1))
-    assert freed.pool.num_holders().tolist() == allocator.pool.num_holders().tolist()
-
-
 @pytest.mark.parametrize("length", [-1, 9, 2**31 - 1])
 def test_lengths_that_cannot_be_and_rows_that_are_occupied(length):
     prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], [], [])
@@ -171,8 +133,7 @@ def test_lengths_that_cannot_be_and_rows_that_are_occupied(length):
     assert num_cached.tolist() == [0, 0, 4]
     assert after.lengths.tolist() == [5, 0, 4]
     # A sequence longer than the tokens that are given is left out.
-    short = PrefixCache.create(num_blocks=8, block_size=2)
-    short, _ = short.insert(allocator, tokens[:, -4:])
+    short, _ = create().insert(allocator, tokens[:, -4:])
     assert int(short.listing.next_serial) == 1
 
 
@@ -278,16 +239,13 @@ def test_threefry_is_that_of_jax():
 def test_other_secrets_and_salts_give_other_hashes(change):
     blocks, salts = jnp.asarray([[A, B]], jnp.int32), counts(3)
     other_salts, other = (counts(4), 0) if change == "salt" else (salts, change)
-    before = hashes(blocks, salts, PrefixCache.create(num_blocks=8, block_size=2).listing.secret)
-    after = hashes(blocks, other_salts, PrefixCache.create(num_blocks=8, block_size=2, secret=other).listing.secret)
+    before = hashes(blocks, salts, create().listing.secret)
+    after = hashes(blocks, other_salts, create(secret=other).listing.secret)
     assert (np.asarray(before) != np.asarray(after)).all()
 
 
 def test_a_secret_changes_nothing_that_is_found():
-    _, allocator = make()
-    prefix_cache, allocator, _ = begin(
-        PrefixCache.create(num_blocks=8, block_size=2, secret=2**128 - 1), allocator, [*A, *B, 7], [], []
-    )
+    prefix_cache, allocator, _ = begin(*make(secret=2**128 - 1), [*A, *B, 7], [], [])
     assert begin(prefix_cache, allocator, [], [*A, *B, 8], [*A, *C, 8])[2] == [0, 4, 2]
 
 
@@ -311,75 +269,48 @@ def test_where_the_table_has_no_place_the_block_is_not_cached(patched):
 
 def test_many_random_prompts_all_find_their_places():
     # A pool of which every block is cached, of blocks with different tokens: none falls out of the table.
-    allocator = BlockAllocator.create(num_blocks=2049, block_size=4, num_seqs=256, max_blocks_per_seq=8)
-    prefix_cache = PrefixCache.create(num_blocks=2049, block_size=4)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 50_000, (256, 33), np.int32))
-    allocator, _, ok = allocator.append(jnp.full(256, 32, jnp.int32), q_len=32)
-    assert ok.all()
-    prefix_cache, allocator = jax.jit(PrefixCache.insert)(prefix_cache, allocator, tokens[:, :32])
+    allocator = allocators.make(*[32] * 256, num_blocks=2049, max_blocks=8)
+    prefix_cache, allocator = jax.jit(PrefixCache.insert)(create(2049, 4), allocator, tokens[:, :32])
     assert int(prefix_cache.listing.next_serial) == 2049
     allocator = allocator.free(jnp.ones(256, jnp.bool_))
     _, _, num_cached = jax.jit(PrefixCache.match_prefix)(prefix_cache, allocator, tokens, jnp.full(256, 33, jnp.int32))
     assert (num_cached == 32).all()
 
 
-def test_what_is_shared_is_what_attention_reads():
+def test_attention_reads_the_tokens_of_shared_blocks():
     prefix_cache, allocator = make()
-    cache = KVCache.create(num_blocks=8, block_size=2, num_kv_heads=1, head_dim=8, dtype="float32")
-    prompts = rows([*A, *B, 7], [], [])
-
-    def write(cache, allocator, tokens, count):
-        allocator, slots, _ = allocator.append(count, q_len=8)
-        values = jnp.broadcast_to(tokens[..., None, None].astype(jnp.float32), (3, 8, 1, 8))
-        return write_kv(cache, jnp.zeros_like(values), values, slots), allocator
-
-    cache, allocator = write(cache, allocator, prompts, counts(5, 0, 0))
-    prefix_cache, allocator = prefix_cache.insert(allocator, prompts)
+    cache, allocator = write(create_cache(allocator), allocator, [*A, *B, 7], [], [])
+    prefix_cache, allocator = prefix_cache.insert(allocator, rows([*A, *B, 7], [], []))
     allocator = allocator.free(marks(1, 0, 0))
-    free = np.setdiff1d(np.arange(8), [1, 2])  # all but where the prefix waits may be anything
+    free = np.setdiff1d(np.arange(8), [1, 2])  # all but the blocks where the prefix waits
     cache = KVCache(cache.k.at[free].set(jnp.nan), cache.v.at[free].set(jnp.nan))
-    prompts = rows([], [*A, *B, 8, 9], [])
-    prefix_cache, allocator, num_cached = prefix_cache.match_prefix(allocator, prompts, counts(0, 6, 0))
+    _, allocator, num_cached = prefix_cache.match_prefix(allocator, rows([], [*A, *B, 8, 9], []), counts(0, 6, 0))
     assert num_cached.tolist() == [0, 4, 0]
-    cache, allocator = write(cache, allocator, prompts, counts(0, 6, 0) - num_cached)
-    out = paged_attention(jnp.ones((3, 1, 8)), cache.k, cache.v, allocator.block_tables, allocator.lengths)
-    np.testing.assert_allclose(out[:, 0, 0], [0, (1 + 2 + 3 + 4 + 8 + 9) / 6, 0], rtol=1e-6)
+    cache, allocator = write(cache, allocator, [], [8, 9], [])
+    np.testing.assert_allclose(attend(cache, allocator), [0, (1 + 2 + 3 + 4 + 8 + 9) / 6, 0], rtol=1e-6)
 
 
 def test_the_compiled_insert_computes_each_hash_once():
-    # Fused into all that reads them they stood 39 times in the program, which then took minutes to compile on a CPU.
-    prefix_cache, allocator = make()
-    tokens, salts = rows(A, B, C), counts(1, 2, 3)
-    compiled = (
-        jax.jit(lambda p, a: p.insert(a, tokens, salts=salts + a.lengths)).lower(prefix_cache, allocator).compile()
-    )
-    assert compiled.as_text().count(str(0x1BD11BDA)) == 4  # of Threefry: two keys, tokens, sums
+    # Fused into every reader they are in the program 39 times, which then compiles for minutes on a CPU.
+    insert = jax.jit(lambda p, a: p.insert(a, rows(A, B, C), salts=counts(1, 2, 3) + a.lengths))
+    compiled = insert.lower(*make()).compile()
+    assert compiled.as_text().count(str(0x1BD11BDA)) == 4  # Threefry's constant: two keys, tokens, sums
+
+
+OTHER_SIZES = r"allocator's .* \(8, 2, 1\); got \(9, 2, 1\)"
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda p, a: PrefixCache.create(num_blocks=1, block_size=2),
-            r"num_blocks must be at least 2.*got num_blocks=1",
-        ),
-        (lambda p, a: PrefixCache.create(num_blocks=2**28, block_size=2), r"at most 2\^27"),
-        (
-            lambda p, a: PrefixCache.create(num_blocks=8, block_size=2, secret=-1),
-            r"secret must be from 0 to 2\^128 - 1",
-        ),
-        (
-            lambda p, a: PrefixCache.create(num_blocks=8, block_size=2, secret=2**128),
-            r"secret must be from 0 to 2\^128 - 1",
-        ),
-        (
-            lambda p, a: PrefixCache.create(num_blocks=9, block_size=2).insert(a, rows(A, A, A)),
-            r"allocator's .* \(8, 2, 1\); got \(9, 2, 1\)",
-        ),
-        (
-            lambda p, a: PrefixCache.create(num_blocks=9, block_size=2).clear(a),
-            r"allocator's .* \(8, 2, 1\); got \(9, 2, 1\)",
-        ),
+        (lambda p, a: create(1), r"num_blocks must be at least 2.*got num_blocks=1"),
+        (lambda p, a: create(2**28), r"at most 2\^27"),
+        (lambda p, a: create(secret=-1), r"secret must be from 0 to 2\^128 - 1"),
+        (lambda p, a: create(secret=2**128), r"secret must be from 0 to 2\^128 - 1"),
+        (lambda p, a: create(9).insert(a, rows(A, A, A)), OTHER_SIZES),
+        (lambda p, a: create(9).clear(a), OTHER_SIZES),
+        (lambda p, a: create(num_groups=2).clear(a), r"num_groups\), \(8, 2, 1\); got \(8, 2, 2\)"),
         (lambda p, a: p.insert(a, rows(A, A)), r"tokens must be int32 \[3, width\].*got int32 \[2, 8\]"),
         (lambda p, a: p.insert(a, jnp.zeros((3, 8))), r"tokens must be int32 .*got float32"),
         (lambda p, a: p.insert(a, rows(A, A, A), salts=counts(1)), r"salts must be int32 \[3\].*got int32 \[1\]"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxpaged
-from jaxpaged import KVCache, cache_capacity
+from jaxpaged import KVCache
 from jaxpaged.ops import rotate_and_write_kv, write_kv
 
 SIZES = dict(num_kv_heads=1, head_dim=12, value_dim=8)
@@ -83,16 +83,6 @@ def test_rotation_begins_behind_the_values(dtype):
         rotate_and_write_kv(cache, q, k, None, jnp.arange(2, 6), positions, (1.0, 1.0, 1.0))
 
 
-@KINDS
-@pytest.mark.parametrize("quantised", [dict(), dict(dtype="int8"), dict(dtype="float8_e4m3fn", scale_per="head")])
-def test_capacity_agrees_to_the_byte(is_latent, quantised):
-    quantised = dict(dtype="bfloat16") | quantised
-    sizes = dict(block_size=2, is_latent=is_latent, **SIZES, **quantised)
-    capacity = cache_capacity(10_000, [5], num_layers=3, **sizes)
-    cache = KVCache.create(num_blocks=capacity.num_blocks, num_layers=3, **sizes)
-    assert capacity.num_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
-
-
 @pytest.mark.parametrize(
     ("dtype", "scale_per", "gain"),
     [("int8", "token_head", 12), ("float8_e4m3fn", "tensor", 8), ("float8_e5m2", "head", 4)],
@@ -130,31 +120,3 @@ def test_errors_of_rotary_numbers_in_two():
     ):
         with pytest.raises(ValueError, match=message):
             jaxpaged.ops.split_rotary(cache, k, k)
-
-
-def test_errors():
-    k, v = tokens()
-    latent, cache = filled(True), filled(False)
-    for other, values in ((latent, v), (cache, None)):
-        with pytest.raises(ValueError, match="v is None for a latent cache"):
-            write_kv(other, k, values, jnp.arange(4))
-    with pytest.raises(ValueError, match=r"v must be .* cache's \[1, 8\]; got v.shape=\(4, 1, 12\)"):
-        write_kv(cache, k, k, jnp.arange(4))
-    with pytest.raises(ValueError, match="value_dim=13, head_dim=12"):
-        KVCache.create(num_blocks=4, block_size=2, is_latent=True, **SIZES | dict(value_dim=13))
-    with pytest.raises(ValueError, match="leave v_scale out"):
-        KVCache.create(
-            num_blocks=4,
-            block_size=2,
-            is_latent=True,
-            dtype="int8",
-            scale_per="head",
-            k_scale=1.0,
-            v_scale=1.0,
-            **SIZES,
-        )
-    tables, lengths = jnp.asarray([[1]]), jnp.asarray([2])
-    with pytest.raises(ValueError, match="values of 8 of the key's numbers"):
-        jaxpaged.ops.scatter_kv(latent, jaxpaged.ops.gather_kv(cache, tables, lengths), tables, lengths)
-    with pytest.raises(ValueError, match="value_dim at most the width"):
-        jaxpaged.ops.copy_blocks(KVCache(k=latent.k, v=None), jnp.asarray([1]), jnp.asarray([2]))

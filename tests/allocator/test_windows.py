@@ -67,16 +67,6 @@ def test_a_window_holds_what_it_shows_and_at_most_a_block_more(window):
         assert len(held(allocator)[0]) == -(-length // 4) - first <= -(-(window - 1) // 4) + 1
 
 
-def test_what_a_chunk_leaves_behind_a_window_is_given_back_over_the_next_calls():
-    allocator = grown(make(4, max_blocks=23, num_blocks=60), 80, q_len=40)
-    assert len(held(allocator)[0]) == 20 - 9  # the first token of the second chunk sees the tokens from 37 on
-    counted = []
-    for _ in range(4):
-        allocator, _, ok = allocator.append(counts(1))
-        counted.append(len(held(allocator)[0]))
-    assert counted == [8, 4, 2, 1]
-
-
 def test_what_windows_have_passed_is_free_for_the_same_call_and_for_a_refused_one():
     allocator = grown(make(6, num_blocks=4), 12)
     assert held(allocator) == [[2, 3]]  # of three, one is free
@@ -85,12 +75,6 @@ def test_what_windows_have_passed_is_free_for_the_same_call_and_for_a_refused_on
     allocator, _, ok = allocator.append(counts(8), q_len=8)
     assert (held(allocator), ok.tolist(), int(allocator.num_free)) == ([[3, 1]], [False], 1)
     assert int(allocator.lengths[0]) == 13
-
-
-def test_a_row_that_gets_no_tokens_keeps_what_its_window_shows_and_more():
-    allocator = grown(make(6, num_seqs=2), 10, 9)
-    after, _, _ = allocator.append(counts(0, 1))
-    assert held(after)[0] == held(allocator)[0]
 
 
 def test_a_rollback_does_not_go_back_behind_a_window():
@@ -178,18 +162,6 @@ def test_a_prefix_is_cut_back_to_where_windows_have_their_blocks():
     after, num_cached = match(prefix_cache, dataclasses.replace(allocator, pool=pool), tokens)
     assert num_cached == 8
     assert held(after)[0] == held(held_before)[0][:2]
-
-
-def test_equal_sequences_share_the_blocks_of_every_group_and_windows():
-    allocator = grown(make(None, 6, num_seqs=2), 14, 14, q_len=14)
-    prefix_cache = PrefixCache.create(num_blocks=24, block_size=4, num_groups=2)
-    tokens = jnp.tile(jnp.arange(14, dtype=jnp.int32), (2, 1))
-    prefix_cache, allocator = prefix_cache.insert(allocator, tokens)
-    full, full_twin, window, window_twin = held(allocator)
-    assert (full[:3], window[:3]) == (full_twin[:3], window_twin[:3])
-    assert (full[3], window[3]) != (full_twin[3], window_twin[3])
-    assert allocator.broken_invariants() == ()
-    assert not set(full) & set(window)
 
 
 def test_without_a_full_group_a_prefix_is_found_while_all_of_its_windows_is_cached():

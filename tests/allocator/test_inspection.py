@@ -16,22 +16,6 @@ from jaxpaged.debug import plot_blocks
 from tests.allocator.allocators import counts, make, marks
 
 
-@pytest.mark.parametrize("clearing", [True, False])
-def test_going_back_clears_the_prefix_cache(clearing):
-    prefix_cache = PrefixCache.create(num_blocks=8, block_size=2)
-    allocator = make(4, 0, num_blocks=8, block_size=2)
-    prompt = jnp.asarray([[1, 2, 3, 4]] * 2, jnp.int32)
-    prefix_cache, allocator = prefix_cache.insert(allocator, prompt)
-    old = allocator.free(marks(1, 1))  # two blocks wait
-    _, _, ok = old.append(counts(8, 4), q_len=8)  # one of them is overwritten
-    assert ok.all()
-    if clearing:
-        prefix_cache, old = prefix_cache.clear(old)
-    _, old, num_cached = prefix_cache.match_prefix(old, jnp.pad(prompt, ((0, 0), (0, 1))), counts(5, 0))
-    assert num_cached.tolist() == [0 if clearing else 4, 0]  # the twin finds the overwritten block too
-    assert old.broken_invariants() == ()
-
-
 def test_an_allocator_as_text():
     allocator = make(6, 0, 3, num_blocks=12)
     allocator, _, _ = allocator.fork(counts(-1, 0, -1))

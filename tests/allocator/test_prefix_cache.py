@@ -24,17 +24,20 @@ def make(num_blocks=8, **changes):
 
 
 def rows(*prompts: list[int]) -> jax.Array:
-    """Each prompt at the end of its row, behind padding that is a token too."""
-    return jnp.asarray([[9] * (8 - len(prompt)) + prompt for prompt in prompts], jnp.int32)
+    """Three prompts, each at the end of its row after padding that is a token too."""
+    return jnp.asarray([[9] * (8 - len(prompt)) + prompt for prompt in fill(prompts)], jnp.int32)
 
 
-def begin(prefix_cache, allocator, *prompts, salts=None, insert=True):
+def fill(prompts):
+    """By default the second and third prompts are empty."""
+    return [*prompts, [], []][:3]
+
+
+def begin(prefix_cache, allocator, *prompts, salts=(0, 0, 0), insert=True):
     """Matches, appends the rest and inserts: what a server does with new prompts. [] leaves a row alone."""
-    tokens, lengths = rows(*prompts), counts(*map(len, prompts))
-    salts = None if salts is None else counts(*salts)
+    tokens, lengths, salts = rows(*prompts), counts(*map(len, fill(prompts))), counts(*salts)
     prefix_cache, allocator, num_cached = prefix_cache.match_prefix(allocator, tokens, lengths, salts=salts)
-    rest = jnp.where(lengths > 0, lengths - num_cached, 0)
-    allocator, _, ok = allocator.append(rest, q_len=8)
+    allocator, _, ok = allocator.append(lengths - num_cached, q_len=8)
     assert ok.all()
     if insert:
         prefix_cache, allocator = prefix_cache.insert(allocator, tokens, salts=salts)
@@ -43,7 +46,7 @@ def begin(prefix_cache, allocator, *prompts, salts=None, insert=True):
 
 
 def test_a_prompt_shares_the_blocks_of_one_that_began_alike():
-    prefix_cache, allocator, hits = begin(*make(), [*A, *B, 7], [], [])
+    prefix_cache, allocator, hits = begin(*make(), [*A, *B, 7])
     assert hits == [0, 0, 0]
     prefix_cache, allocator, hits = begin(prefix_cache, allocator, [], [*A, *B, 8], [*A, *C, 8])
     assert hits == [0, 4, 2]
@@ -67,17 +70,17 @@ def test_a_prompt_shares_the_blocks_of_one_that_began_alike():
     ],
 )
 def test_what_counts_as_the_same_prefix(prompt, hits):
-    prefix_cache, allocator, _ = begin(*make(), [*A, *B, *C], [], [])
-    assert begin(prefix_cache, allocator, [], prompt, [])[2] == [0, hits, 0]
+    prefix_cache, allocator, _ = begin(*make(), [*A, *B, *C])
+    assert begin(prefix_cache, allocator, [], prompt)[2] == [0, hits, 0]
 
 
 def test_free_blocks_are_found_until_their_space_is_needed():
-    prefix_cache, allocator, _ = begin(*make(), [*A, *B, *C, 7], [], [])
+    prefix_cache, allocator, _ = begin(*make(), [*A, *B, *C, 7])
     allocator = allocator.free(marks(1, 0, 0))
     # The one that is not cached goes first, then the tail before the head.
     assert int(allocator.num_waiting) == 3
     assert free_ids(allocator) == [1, 2, 3, 7, 6, 5, 4]
-    prefix_cache, other, hits = begin(prefix_cache, allocator, [*A, *B, *C, 8], [], [])
+    prefix_cache, other, hits = begin(prefix_cache, allocator, [*A, *B, *C, 8])
     assert hits == [6, 0, 0]
     assert int(other.num_waiting) == 0
     # Four tokens too many for the blocks that are not cached: C's is overwritten, A and B stay.
@@ -85,13 +88,13 @@ def test_free_blocks_are_found_until_their_space_is_needed():
     assert ok.all()
     assert allocator.block_tables.tolist() == [[0, 0, 0, 0], [4, 5, 6, 7], [3, 0, 0, 0]]
     allocator = allocator.free(marks(0, 1, 1))
-    assert begin(prefix_cache, allocator, [*A, *B, *C, 8], [], [])[2] == [4, 0, 0]
+    assert begin(prefix_cache, allocator, [*A, *B, *C, 8])[2] == [4, 0, 0]
 
 
 def test_salts_keep_tenants_apart():
-    prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], [], [], salts=[5, 0, 0])
-    assert begin(prefix_cache, allocator, [], [*A, *B, 7], [], salts=[0, 6, 0])[2] == [0, 0, 0]
-    assert begin(prefix_cache, allocator, [], [*A, *B, 7], [], salts=[0, 5, 0])[2] == [0, 4, 0]
+    prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], salts=[5, 0, 0])
+    assert begin(prefix_cache, allocator, [], [*A, *B, 7], salts=[0, 6, 0])[2] == [0, 0, 0]
+    assert begin(prefix_cache, allocator, [], [*A, *B, 7], salts=[0, 5, 0])[2] == [0, 4, 0]
 
 
 def test_prompts_that_came_together_keep_one_copy():
@@ -107,17 +110,17 @@ def test_prompts_that_came_together_keep_one_copy():
 
 
 def test_after_clear_nothing_is_found_and_held_blocks_can_be_cached_again():
-    prefix_cache, before, _ = begin(*make(num_blocks=12), [*A, *B, 7], [*C, 7], [])
+    prefix_cache, before, _ = begin(*make(num_blocks=12), [*A, *B, 7], [*C, 7])
     before = before.free(marks(0, 1, 0))
     prefix_cache, allocator = prefix_cache.clear(before)
     assert allocator.broken_invariants() == ()
     assert allocator.block_tables.tolist() == [[1, 2, 3, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
     assert (int(allocator.num_waiting), int(allocator.num_free)) == (0, int(before.num_free))
-    assert begin(prefix_cache, allocator, [], [*A, *B, 7], [], insert=False)[2] == [0, 0, 0]
+    assert begin(prefix_cache, allocator, [], [*A, *B, 7], insert=False)[2] == [0, 0, 0]
     # The allocator of before does not bring them back.
     assert begin(prefix_cache, before, [], [*A, *B, 7], [*C, 7], insert=False)[2] == [0, 0, 0]
     # What the first row holds is found once it is inserted again. All blocks can be handed out.
-    prefix_cache, allocator = prefix_cache.insert(allocator, rows([*A, *B, 7], [], []))
+    prefix_cache, allocator = prefix_cache.insert(allocator, rows([*A, *B, 7]))
     _, allocator, hits = begin(prefix_cache, allocator, [], [*A, *B, 7], [*C, 7])
     assert hits == [0, 4, 0]
     allocator, _, ok = allocator.free(marks(1, 1, 1)).append(counts(8, 8, 6), q_len=8)
@@ -127,7 +130,7 @@ def test_after_clear_nothing_is_found_and_held_blocks_can_be_cached_again():
 
 @pytest.mark.parametrize("length", [-1, 9, 2**31 - 1])
 def test_lengths_that_cannot_be_and_rows_that_are_occupied(length):
-    prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], [], [])
+    prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7])
     tokens = rows([*A, *B, 7], [*A, *B, 7], [*A, *B, 7])
     prefix_cache, after, num_cached = prefix_cache.match_prefix(allocator, tokens, counts(5, length, 5))
     assert num_cached.tolist() == [0, 0, 4]
@@ -138,7 +141,7 @@ def test_lengths_that_cannot_be_and_rows_that_are_occupied(length):
 
 
 def test_a_width_below_a_block_is_never_a_hit():
-    prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], [], [])
+    prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7])
     one = jnp.ones((3, 1), jnp.int32)
     assert prefix_cache.match_prefix(allocator, one, counts(0, 1, 1))[2].tolist() == [0, 0, 0]
     assert prefix_cache.insert(allocator, one)[0] is prefix_cache
@@ -182,7 +185,7 @@ def test_a_collision_of_hashes_is_no_match(patched, confirming):
     patched.setattr(listing, "chain_hashes", all_equal)
     if not confirming:  # the twin: hashes alone
         patched.setattr(listing.Listing, "_confirm", lambda self, ids, listed, blocks: listed)
-    prefix_cache, allocator, _ = begin(*make(num_blocks=20), [*A, *B, 7], [*C, 7], [])
+    prefix_cache, allocator, _ = begin(*make(num_blocks=20), [*A, *B, 7], [*C, 7])
     other = rows([], [], [*B, *C, 7])
     _, _, num_cached = prefix_cache.match_prefix(allocator, other, counts(0, 0, 5))
     assert (num_cached == 0).all() == confirming
@@ -197,12 +200,12 @@ def test_blocks_of_another_salt_that_collide_neither_match_nor_hide_ones_own(pat
     # What a tenant does who knows the hashes: salt 1 holds blocks with the tags and the buckets of salt 0's blocks.
     patched.setattr(listing, "chain_hashes", of_tokens)
     prompt = [*A, *B, *C, 7]
-    prefix_cache, allocator, hits = begin(*make(num_blocks=20), prompt, [], [], salts=[1, 0, 0])
-    assert begin(prefix_cache, allocator, [], prompt, [], salts=[0, 0, 0])[2] == [0, 0, 0]
-    prefix_cache, allocator, hits = begin(prefix_cache, allocator, [], prompt, [])
+    prefix_cache, allocator, hits = begin(*make(num_blocks=20), prompt, salts=[1, 0, 0])
+    assert begin(prefix_cache, allocator, [], prompt, salts=[0, 0, 0])[2] == [0, 0, 0]
+    prefix_cache, allocator, hits = begin(prefix_cache, allocator, [], prompt)
     assert hits == [0, 0, 0]
     # Each finds its own three.
-    _, together, hits = begin(prefix_cache, allocator.free(marks(1, 1, 0)), prompt, prompt, [], salts=[1, 0, 0])
+    _, together, hits = begin(prefix_cache, allocator.free(marks(1, 1, 0)), prompt, prompt, salts=[1, 0, 0])
     assert hits == [6, 6, 0]
     assert together.block_tables[:2, :3].tolist() == allocator.block_tables[:2, :3].tolist() == [[1, 2, 3], [5, 6, 7]]
 
@@ -212,14 +215,14 @@ def test_salts_that_collide_in_one_call_keep_their_blocks(patched):
     prompt = [*A, *B, 7]
     prefix_cache, allocator, _ = begin(*make(num_blocks=20), prompt, prompt, prompt, salts=[0, 1, 1])
     assert allocator.block_tables[:, :3].tolist() == [[1, 2, 3], [4, 5, 6], [4, 5, 9]]
-    _, _, hits = begin(prefix_cache, allocator.free(marks(1, 1, 1)), prompt, prompt, [], salts=[0, 1, 0])
+    _, _, hits = begin(prefix_cache, allocator.free(marks(1, 1, 1)), prompt, prompt, salts=[0, 1, 0])
     assert hits == [4, 4, 0]
 
 
 def test_blocks_behind_others_that_collide_are_not_shared(patched):
     patched.setattr(listing, "chain_hashes", of_own_tokens)
     # In one call: B behind C is not the B behind A.
-    prefix_cache, allocator, _ = begin(*make(num_blocks=20), [*A, *B, 7], [*C, *B, 7], [])
+    prefix_cache, allocator, _ = begin(*make(num_blocks=20), [*A, *B, 7], [*C, *B, 7])
     assert allocator.block_tables[:2, :3].tolist() == [[1, 2, 3], [4, 5, 6]]
     assert int(prefix_cache.listing.next_serial) == 1 + 3
     # In another: a lookup finds A and C, and B only behind A.
@@ -245,7 +248,7 @@ def test_other_secrets_and_salts_give_other_hashes(change):
 
 
 def test_a_secret_changes_nothing_that_is_found():
-    prefix_cache, allocator, _ = begin(*make(secret=2**128 - 1), [*A, *B, 7], [], [])
+    prefix_cache, allocator, _ = begin(*make(secret=2**128 - 1), [*A, *B, 7])
     assert begin(prefix_cache, allocator, [], [*A, *B, 8], [*A, *C, 8])[2] == [0, 4, 2]
 
 
@@ -255,16 +258,16 @@ def test_where_the_table_has_no_place_the_block_is_not_cached(patched):
 
     patched.setattr(listing, "chain_hashes", one_start)
     patched.setattr(listing, "PROBES", 1)
-    prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], [*C, 7], [])
+    prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], [*C, 7])
     assert int(prefix_cache.listing.next_serial) == 2
     assert begin(prefix_cache, allocator, [], [], [*A, *B, 7])[2] == [0, 0, 2]
     # Once its block is overwritten the bucket is free.
     allocator = allocator.free(marks(1, 1, 0))
     allocator, _, _ = allocator.append(counts(8, 6, 0), q_len=8)
     allocator = allocator.free(marks(1, 1, 0))
-    prefix_cache, allocator, _ = begin(prefix_cache, allocator, [*C, 7], [], [])
+    prefix_cache, allocator, _ = begin(prefix_cache, allocator, [*C, 7])
     assert int(prefix_cache.listing.next_serial) == 3
-    assert begin(prefix_cache, allocator, [], [*C, 8], [])[2] == [0, 2, 0]
+    assert begin(prefix_cache, allocator, [], [*C, 8])[2] == [0, 2, 0]
 
 
 def test_many_random_prompts_all_find_their_places():
@@ -281,11 +284,11 @@ def test_many_random_prompts_all_find_their_places():
 def test_attention_reads_the_tokens_of_shared_blocks():
     prefix_cache, allocator = make()
     cache, allocator = write(create_cache(allocator), allocator, [*A, *B, 7], [], [])
-    prefix_cache, allocator = prefix_cache.insert(allocator, rows([*A, *B, 7], [], []))
+    prefix_cache, allocator = prefix_cache.insert(allocator, rows([*A, *B, 7]))
     allocator = allocator.free(marks(1, 0, 0))
     free = np.setdiff1d(np.arange(8), [1, 2])  # all but the blocks where the prefix waits
     cache = KVCache(cache.k.at[free].set(jnp.nan), cache.v.at[free].set(jnp.nan))
-    _, allocator, num_cached = prefix_cache.match_prefix(allocator, rows([], [*A, *B, 8, 9], []), counts(0, 6, 0))
+    _, allocator, num_cached = prefix_cache.match_prefix(allocator, rows([], [*A, *B, 8, 9]), counts(0, 6, 0))
     assert num_cached.tolist() == [0, 4, 0]
     cache, allocator = write(cache, allocator, [], [8, 9], [])
     np.testing.assert_allclose(attend(cache, allocator), [0, (1 + 2 + 3 + 4 + 8 + 9) / 6, 0], rtol=1e-6)
@@ -308,13 +311,13 @@ OTHER_SIZES = r"allocator's .* \(8, 2, 1\); got \(9, 2, 1\)"
         (lambda p, a: create(2**28), r"at most 2\^27"),
         (lambda p, a: create(secret=-1), r"secret must be from 0 to 2\^128 - 1"),
         (lambda p, a: create(secret=2**128), r"secret must be from 0 to 2\^128 - 1"),
-        (lambda p, a: create(9).insert(a, rows(A, A, A)), OTHER_SIZES),
+        (lambda p, a: create(9).insert(a, rows(A)), OTHER_SIZES),
         (lambda p, a: create(9).clear(a), OTHER_SIZES),
         (lambda p, a: create(num_groups=2).clear(a), r"num_groups\), \(8, 2, 1\); got \(8, 2, 2\)"),
-        (lambda p, a: p.insert(a, rows(A, A)), r"tokens must be int32 \[3, width\].*got int32 \[2, 8\]"),
+        (lambda p, a: p.insert(a, rows(A)[:2]), r"tokens must be int32 \[3, width\].*got int32 \[2, 8\]"),
         (lambda p, a: p.insert(a, jnp.zeros((3, 8))), r"tokens must be int32 .*got float32"),
-        (lambda p, a: p.insert(a, rows(A, A, A), salts=counts(1)), r"salts must be int32 \[3\].*got int32 \[1\]"),
-        (lambda p, a: p.match_prefix(a, rows(A, A, A), counts(1)), r"lengths must be int32 \[3\]"),
+        (lambda p, a: p.insert(a, rows(A), salts=counts(1)), r"salts must be int32 \[3\].*got int32 \[1\]"),
+        (lambda p, a: p.match_prefix(a, rows(A), counts(1)), r"lengths must be int32 \[3\]"),
     ],
 )
 def test_errors(call, message):

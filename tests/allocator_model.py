@@ -1,4 +1,4 @@
-"""What the allocator and its prefix cache must do, in dicts and lists, one sequence after the other."""
+"""A model of the allocator and its prefix cache in dicts and lists, one sequence after the other."""
 
 import copy
 from collections import Counter
@@ -87,7 +87,7 @@ class Model:
         self.holders[block] += 1
 
     def grant(self, needs: list[int | None]) -> list[bool]:
-        """Who gets what it needs, in order; None: not legal. Nobody who needs some overtakes."""
+        """Which rows get the blocks that they need, in order; None: not legal. No row that needs some overtakes."""
         left, oks = len(self.free), []
         for need in needs:
             left -= need or 0
@@ -246,7 +246,7 @@ class Model:
                     swaps.append((seq, column, found[key]))
         self.swap(swaps)
         swaps = []
-        for row in range(self.num_seqs, len(self.blocks)):  # of the other groups
+        for row in range(self.num_seqs, len(self.blocks)):  # the other groups
             group, seq = divmod(row, self.num_seqs)
             for column in range(self.passed[row], num_full[seq]):
                 first, own = self.blocks[seq][column], self.blocks[row][column]

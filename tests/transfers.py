@@ -51,7 +51,7 @@ def ids(*values: int) -> jax.Array:
 
 
 def shown(pool: jax.Array) -> list:
-    """What block each block's numbers came from; they must all agree."""
+    """The block that each block's numbers came from; they must all agree."""
     pool = np.asarray(pool, np.float32)
     assert (pool == pool[..., :1, :1, :1]).all()
     return pool[..., 0, 0, 0].astype(int).tolist()
@@ -79,6 +79,10 @@ def block_leaves(cache: KVCache) -> list[np.ndarray]:
     return [np.ascontiguousarray(leaf).view(np.uint8).reshape(layers, blocks, -1) for leaf in leaves]
 
 
+def same_bits(cache: KVCache, other: KVCache) -> bool:
+    return all((a == b).all() for a, b in zip(block_leaves(cache), block_leaves(other), strict=True))
+
+
 def random_pairs(seed: int, num_pairs: int, num_blocks: int) -> tuple[jax.Array, jax.Array]:
     """Any ids, a few outside the pool: chains, cycles, duplicates, padding."""
     rng = np.random.default_rng(seed)
@@ -86,7 +90,7 @@ def random_pairs(seed: int, num_pairs: int, num_blocks: int) -> tuple[jax.Array,
 
 
 def by_numpy(pool: np.ndarray, source_ids: jax.Array, destination_ids: jax.Array) -> np.ndarray:
-    """Of a pool [layers, blocks, bytes]."""
+    """The copies of `copy_blocks` in a pool [layers, blocks, bytes]."""
     new = pool.copy()
     for source, destination in zip(source_ids.tolist(), destination_ids.tolist(), strict=True):
         if 0 < source < pool.shape[1] and 0 < destination < pool.shape[1]:

@@ -321,9 +321,9 @@ class EagerMachine(VmappedMachine):
 
 
 def run_machine(machine: type[AllocatorMachine], max_examples: int, steps: int) -> int:
-    """How many steps were taken."""
+    """The number of steps."""
     machine.num_steps = 0
-    # Not shrunk: that takes minutes, and the steps of a failure are printed all the same.
+    # Not shrunk: that lasts minutes, and the steps of a failure are printed all the same.
     phases = (Phase.generate,)
     examples = settings(max_examples=max_examples * LONGER, stateful_step_count=steps, phases=phases)
     run_state_machine_as_test(machine, settings=examples)

@@ -90,7 +90,7 @@ def test_few_fusions_whatever_the_batch(name):
 
 
 def steps(name, *sizes):
-    """How often each primitive stands in what is traced."""
+    """The count of each primitive in the traced program."""
     program = str(jax.make_jaxpr(OPERATIONS[name][0])(*shapes(*sizes)))
     return collections.Counter(re.findall(r" = (\w+)", program))
 

@@ -7,7 +7,7 @@ import pytest
 from jax.extend.random import threefry_2x32
 
 from jaxpaged import KVCache, PrefixCache
-from jaxpaged._allocator import block_hashes, listing
+from jaxpaged._allocator import listing
 from jaxpaged._threefry import threefry
 from tests.allocator import allocators
 from tests.allocator.allocators import attend, counts, create_cache, free_ids, marks, write
@@ -64,7 +64,7 @@ def test_a_prompt_shares_the_blocks_of_one_that_began_alike():
         ([*A, *B, 5], 4),
         ([*A], 0),
         ([*A, 3], 2),
-        ([*B, *A, 7], 0),  # the same blocks behind others are not the same
+        ([*B, *A, 7], 0),  # the same blocks after others are not the same
         ([9, *A, *B], 0),
         ([*A, *C, *B, 7], 2),
     ],
@@ -119,7 +119,7 @@ def test_after_clear_nothing_is_found_and_held_blocks_can_be_cached_again():
     assert begin(prefix_cache, allocator, [], [*A, *B, 7], insert=False)[2] == [0, 0, 0]
     # The allocator of before does not bring them back.
     assert begin(prefix_cache, before, [], [*A, *B, 7], [*C, 7], insert=False)[2] == [0, 0, 0]
-    # What the first row holds is found once it is inserted again. All blocks can be handed out.
+    # The blocks of the first row are found once they are inserted again. All blocks can be handed out.
     prefix_cache, allocator = prefix_cache.insert(allocator, rows([*A, *B, 7]))
     _, allocator, hits = begin(prefix_cache, allocator, [], [*A, *B, 7], [*C, 7])
     assert hits == [0, 4, 0]
@@ -147,7 +147,7 @@ def test_a_width_below_a_block_is_never_a_hit():
     assert prefix_cache.insert(allocator, one)[0] is prefix_cache
 
 
-hashes = block_hashes.chain_hashes
+hashes = listing.chain_hashes
 
 
 def all_equal(blocks, salts, secret):
@@ -161,14 +161,14 @@ def of_tokens(blocks, salts, secret):
 
 
 def of_own_tokens(blocks, salts, secret):
-    """Blocks with the same tokens collide, whatever stands before them."""
+    """Blocks with the same tokens collide, whatever is before them."""
     alone = hashes(blocks.reshape(-1, 1, blocks.shape[2]), jnp.repeat(salts, blocks.shape[1]), secret)
     return tuple(half.reshape(blocks.shape[:2]) for half in alone)
 
 
 @pytest.fixture
 def patched(monkeypatch):
-    """`monkeypatch` for what `match_prefix` and `insert` trace: they are traced again, with it and after it."""
+    """`monkeypatch` for functions in `match_prefix` and `insert`, which are traced again, with it and after it."""
 
     def trace_again():
         PrefixCache._match_prefix.clear_cache()
@@ -191,13 +191,13 @@ def test_a_collision_of_hashes_is_no_match(patched, confirming):
     assert (num_cached == 0).all() == confirming
     if confirming:
         assert begin(prefix_cache, allocator, [], [], [*A, 7])[2] == [0, 0, 2]
-        # Of all that collide one is cached, and the sequences keep their own blocks.
+        # One of the colliding blocks is cached, and the sequences keep their own blocks.
         assert int(prefix_cache.listing.next_serial) == 2
         assert allocator.block_tables.tolist() == [[1, 2, 3, 0], [4, 5, 0, 0], [0, 0, 0, 0]]
 
 
 def test_blocks_of_another_salt_that_collide_neither_match_nor_hide_ones_own(patched):
-    # What a tenant does who knows the hashes: salt 1 holds blocks with the tags and the buckets of salt 0's blocks.
+    # An attack by a tenant that knows the hashes: salt 1 holds blocks with the tags and the buckets of salt 0's blocks.
     patched.setattr(listing, "chain_hashes", of_tokens)
     prompt = [*A, *B, *C, 7]
     prefix_cache, allocator, hits = begin(*make(num_blocks=20), prompt, salts=[1, 0, 0])
@@ -221,11 +221,11 @@ def test_salts_that_collide_in_one_call_keep_their_blocks(patched):
 
 def test_blocks_behind_others_that_collide_are_not_shared(patched):
     patched.setattr(listing, "chain_hashes", of_own_tokens)
-    # In one call: B behind C is not the B behind A.
+    # In one call: B after C is not the B after A.
     prefix_cache, allocator, _ = begin(*make(num_blocks=20), [*A, *B, 7], [*C, *B, 7])
     assert allocator.block_tables[:2, :3].tolist() == [[1, 2, 3], [4, 5, 6]]
     assert int(prefix_cache.listing.next_serial) == 1 + 3
-    # In another: a lookup finds A and C, and B only behind A.
+    # In another: a lookup finds A and C, and B only after A.
     allocator = allocator.free(marks(0, 1, 0))
     _, allocator, hits = begin(prefix_cache, allocator, [], [*C, *B, 8], [*A, *B, 8])
     assert hits == [0, 2, 4]
@@ -271,7 +271,7 @@ def test_where_the_table_has_no_place_the_block_is_not_cached(patched):
 
 
 def test_many_random_prompts_all_find_their_places():
-    # A pool of which every block is cached, of blocks with different tokens: none falls out of the table.
+    # Every block of the pool is cached, with different tokens: none falls out of the table.
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 50_000, (256, 33), np.int32))
     allocator = allocators.make(*[32] * 256, num_blocks=2049, max_blocks=8)
     prefix_cache, allocator = jax.jit(PrefixCache.insert)(create(2049, 4), allocator, tokens[:, :32])
@@ -308,7 +308,7 @@ OTHER_SIZES = r"allocator's .* \(8, 2, 1\); got \(9, 2, 1\)"
     ("call", "message"),
     [
         (lambda p, a: create(1), r"num_blocks must be at least 2.*got num_blocks=1"),
-        (lambda p, a: create(2**28), r"at most 2\^27"),
+        (lambda p, a: create(2**28), "num_blocks must be at most 134217728; got num_blocks=268435456"),
         (lambda p, a: create(secret=-1), r"secret must be from 0 to 2\^128 - 1"),
         (lambda p, a: create(secret=2**128), r"secret must be from 0 to 2\^128 - 1"),
         (lambda p, a: create(9).insert(a, rows(A)), OTHER_SIZES),

@@ -30,16 +30,6 @@ def test_parallel_sampling_shares_full_blocks_and_copies_the_last():
     assert freed.broken_invariants() == ()
 
 
-def test_a_full_last_block_is_shared_without_a_copy():
-    forked, copies, ok = make(8, 0).fork(counts(0, 0))
-    assert ok.all()
-    assert forked.block_tables[:, :2].tolist() == [[1, 2], [1, 2]]
-    assert pairs(copies) == []
-    # The next token of each goes to a block of its own.
-    forked, slots, _ = forked.append(counts(1, 1))
-    assert slots.tolist() == [12, 16]
-
-
 def test_beam_search_reorders_in_place_and_an_heir_copies_nothing():
     # Four beams with a common full block. 0 and 3 go on in each other's row, 1 has two children, 2 has none.
     allocator, _, _ = make(4, 0, 0, 0).fork(counts(0, 0, 0, 0))

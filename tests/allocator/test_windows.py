@@ -1,4 +1,4 @@
-"""Groups of layers: each has a table, all take blocks from one pool, and windows give back those they have passed."""
+"""Groups of layers: each has a table, all get blocks of one pool, and windows give back the blocks they have passed."""
 
 import dataclasses
 
@@ -69,7 +69,7 @@ def test_a_window_holds_what_it_shows_and_at_most_a_block_more(window):
 
 def test_what_windows_have_passed_is_free_for_the_same_call_and_for_a_refused_one():
     allocator = grown(make(6, num_blocks=4), 12)
-    assert held(allocator) == [[2, 3]]  # of three, one is free
+    assert held(allocator) == [[2, 3]]  # one of three is free
     allocator, _, ok = allocator.append(counts(1))
     assert (held(allocator), ok.tolist()) == ([[2, 3, 1]], [True])
     allocator, _, ok = allocator.append(counts(8), q_len=8)

@@ -111,7 +111,7 @@ INT8, TWO_HEADS = create(dtype="int8", num_kv_heads=2), dict(k=jnp.ones((3, 2, 8
         (dict(cache=create(is_latent=True, value_dim=6)), "v is None for a latent cache"),
         (dict(cache=KVCache(CACHE.k, None), v=None), "value_dim at most the width"),
         (dict(cache=create(num_layers=2)), r"got cache.k.shape=\(2, .*CacheLayer"),
-        (dict(cache=CacheLayer(CACHE, 0)), r"takes a stack \[layers, blocks, ...\]; got k.shape=\(4, 2, 1, 8\)"),
+        (dict(cache=CacheLayer(CACHE, 0)), r"needs a stack \[layers, blocks, ...\]; got k.shape=\(4, 2, 1, 8\)"),
         *(
             (dict(cache=cache), r"must be a KVCache, .*; got a tuple. .* index it, or make an Engine")
             for cache in ((CACHE, CACHE), CacheLayer((CACHE, CACHE), 0))

@@ -70,7 +70,7 @@ def test_windows_make_room_for_more():
     assert grouped.bytes_per_token == one_table.bytes_per_token
     assert grouped.num_bytes == 2 * created_bytes(
         dtype=jnp.bfloat16, scale_per=None, num_blocks=grouped.num_blocks, **SIZES
-    )  # of two caches
+    )  # two caches
     # Two groups of windows hold three blocks each, where the full one holds 20.
     assert grouped.num_seqs == (grouped.num_blocks - 1) // (20 + 2 * 3) > one_table.num_seqs
     assert grouped.num_tokens == (grouped.num_blocks - 1) // 3 * 5

@@ -1,4 +1,4 @@
-"""What the compiled modules hold: no copy of a cache, nothing as large as the gathered cache, no host."""
+"""Compiled modules: no copy of a cache, nothing as large as the gathered cache, no host."""
 
 import jax
 import jax.numpy as jnp

@@ -52,7 +52,7 @@ def test_turns(num_pairs, interleaved, traced):
     _, q, k, v, _, positions = arguments
     pairs = [(2 * i, 2 * i + 1) if interleaved else (i, i + num_pairs) for i in range(num_pairs)]
     expected_q, expected_k = (turned(x, positions, pairs) for x in (q, k))
-    # An angle of 131,071 is a float32, up to 2^-8 off, which turns a number by as much.
+    # An angle of 131,071 is a float32, up to 2^-8 off, and so is the turn of a number.
     np.testing.assert_allclose(new_q, expected_q, atol=2e-2)
     np.testing.assert_allclose(new_q[0], expected_q[0], atol=1e-6)
     assert not np.allclose(new_q[0], q[0])

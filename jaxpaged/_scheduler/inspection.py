@@ -28,6 +28,8 @@ def broken_invariants(scheduler: SchedulerState, allocator: BlockAllocator) -> t
 
     known, limits, lengths, live = scheduler.num_known, scheduler.limits, allocator.lengths, scheduler.is_live
     is_seated = seats < num_requests
+    prefixes = scheduler.prefixes
+    left = num_requests if prefixes is None else prefixes.left  # their rows still hold blocks
     seated, served = seats[is_seated], order[live[order]]
     ranked = list(zip(scheduler.keys[served].tolist(), scheduler.arrivals[served].tolist(), strict=True))
     num_blocks = -(-(limits[live] - 1) // allocator.block_size)
@@ -37,7 +39,7 @@ def broken_invariants(scheduler: SchedulerState, allocator: BlockAllocator) -> t
         {
             "nobody_has_two_seats": len(set(seated.tolist())) == len(seated),
             "the_seated_run": set(seated.tolist()) == set(np.flatnonzero(statuses == RequestStatus.RUNNING).tolist()),
-            "free_seats_hold_no_tokens": not lengths[~is_seated & ~has_left(scheduler)].any(),
+            "free_seats_hold_no_tokens": not lengths[~is_seated & (left == num_requests)].any(),
             "what_is_computed_is_known": (lengths[is_seated] <= known[seated]).all(),
             "the_live_may_grow": ((known >= 1) & (known < limits) & (limits <= max_length))[live].all(),
             "the_live_fit_the_pool": (num_blocks <= allocator.block_tables.shape[-1]).all()
@@ -48,12 +50,6 @@ def broken_invariants(scheduler: SchedulerState, allocator: BlockAllocator) -> t
         }
         | prefix_figures(scheduler, allocator)
     )
-
-
-def has_left(scheduler: SchedulerState) -> np.ndarray:
-    """Free seats whose rows still hold blocks, bool `[seats]`."""
-    left = scheduler.max_requests if scheduler.prefixes is None else scheduler.prefixes.left
-    return np.broadcast_to(left < scheduler.max_requests, scheduler.seated.shape)
 
 
 def prefix_figures(scheduler: SchedulerState, allocator: BlockAllocator) -> dict[str, object]:

@@ -113,10 +113,8 @@ class Scheduler(SchedulerState):
         """
         max_requests, num_seqs = checked_size("max_requests", max_requests), checked_size("num_seqs", num_seqs)
         max_length, max_steps = checked_size("max_length", max_length), checked_size("max_steps", max_steps)
-        num_stop_ids, num_drafts = (
-            checked_size("num_stop_ids", num_stop_ids, 0),
-            checked_size("num_drafts", num_drafts, 0),
-        )
+        num_stop_ids = checked_size("num_stop_ids", num_stop_ids, 0)
+        num_drafts = checked_size("num_drafts", num_drafts, 0)
         num_adapters = checked_size("num_adapters", num_adapters, 0, MOST_ADAPTERS)
         prefixes = None
         if prefix_cache is not None:

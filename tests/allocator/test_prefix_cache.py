@@ -97,18 +97,6 @@ def test_salts_keep_tenants_apart():
     assert begin(prefix_cache, allocator, [], [*A, *B, 7], salts=[0, 5, 0])[2] == [0, 4, 0]
 
 
-def test_prompts_that_came_together_keep_one_copy():
-    prefix_cache, allocator, hits = begin(*make(num_blocks=12), [*A, *B, 7], [*A, *B, 8], [*A, *C, 8])
-    assert hits == [0, 0, 0]
-    assert allocator.block_tables.tolist() == [[1, 2, 3, 0], [1, 2, 6, 0], [1, 8, 9, 0]]
-    assert free_ids(allocator) == [11, 10, 7, 5, 4]
-    # Inserting again changes nothing.
-    tokens = rows([*A, *B, 7], [*A, *B, 8], [*A, *C, 8])
-    again, same = prefix_cache.insert(allocator, tokens)
-    assert same.block_tables.tolist() == allocator.block_tables.tolist()
-    assert int(again.listing.next_serial) == int(prefix_cache.listing.next_serial) == 4
-
-
 def test_after_clear_nothing_is_found_and_held_blocks_can_be_cached_again():
     prefix_cache, before, _ = begin(*make(num_blocks=12), [*A, *B, 7], [*C, 7])
     before = before.free(marks(0, 1, 0))

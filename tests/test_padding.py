@@ -199,11 +199,8 @@ def append_all(window: int | None, count: int) -> tuple[BlockAllocator, jax.Arra
 
 def poisoned(cache: KVCache, group: BlockAllocator) -> KVCache:
     """NaN in all blocks but the null block that are not a sequence's, in this group of layers."""
-    columns = jnp.arange(group.block_tables.shape[1], dtype=jnp.int32)[None]
-    is_entry = columns < -(-group.lengths // group.block_size)[:, None]
-    if group.num_passed is not None:
-        is_entry &= columns >= group.num_passed.T
-    held = jnp.zeros(group.num_blocks, bool).at[jnp.where(is_entry, group.block_tables, 0)].set(True)
+    ids = jnp.where(group.is_entry(group.lengths), group.block_tables, 0)
+    held = jnp.zeros(group.num_blocks, bool).at[ids].set(True)
 
     def poison(array):
         nan = jnp.asarray(jnp.nan if jnp.issubdtype(array.dtype, jnp.floating) else 99, array.dtype)
@@ -234,10 +231,7 @@ def results(name: str, x: jax.Array, before: BlockAllocator, old_slots: jax.Arra
     padded, out = call(rows, cache, after, slots)
 
     tokens, their_slots = rows[which, -count:], slots[which, -count:]
-    passed = None if after.num_passed is None else after.num_passed[:, which]
-    tables, lengths = after.block_tables[which], after.lengths[which]
-    some = dataclasses.replace(after, block_tables=tables, lengths=lengths, num_passed=passed)
-    alone, expected = call(tokens, cache, some, their_slots)
+    alone, expected = call(tokens, cache, after.of_seqs(jnp.asarray(which, jnp.int32)), their_slots)
     found = [(expected, alone), (out[which, -count:], padded)]
 
     if case.can_be_packed:

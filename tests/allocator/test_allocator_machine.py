@@ -85,16 +85,15 @@ def draw_tokens(rng: np.random.Generator, count: int) -> list[int]:
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    SHAPES: tuple = ((4, 1, 2, 3), (500, 16, 4, 40))  # few, since each compiles
+    # Sizes, and the windows of groups of layers. Few, since each compiles.
+    SHAPES: tuple = (((4, 1, 2, 3), (None,)), ((500, 16, 4, 40), (None,)))
     NUM_POOLS = 1
     num_steps = 0
     operations = JITTED
 
     @initialize(data=st.data())
     def create(self, data: st.DataObject) -> None:
-        self.shape, windows = data.draw(st.sampled_from(self.SHAPES)), (None,)
-        if len(self.shape) > len(SIZES):
-            *self.shape, windows = self.shape
+        self.shape, windows = data.draw(st.sampled_from(self.SHAPES))
         # Without a group that keeps all blocks, what is found depends on the order in which they are overwritten.
         self.has_cache = windows[0] is None
         num_blocks, block_size, _, max_blocks = self.shape
@@ -286,14 +285,14 @@ class AllocatorMachine(RuleBasedStateMachine):
 class GroupedMachine(AllocatorMachine):
     """Groups of layers with windows: short ones, ones that are no multiple of a block, and no other group."""
 
-    SHAPES = ((90, 2, 4, 30, (None, 5, 5, 16)), (60, 1, 3, 30, (None, None, 1)), (40, 4, 3, 20, (7,)))
+    SHAPES = (((90, 2, 4, 30), (None, 5, 5, 16)), ((60, 1, 3, 30), (None, None, 1)), ((40, 4, 3, 20), (7,)))
 
 
 class VmappedMachine(AllocatorMachine):
     """Four independent pools at once, each with arguments of its own."""
 
     NUM_POOLS = 4
-    SHAPES = ((40, 2, 6, 8),)
+    SHAPES = (((40, 2, 6, 8), (None,)),)
     operations = VMAPPED
 
 
@@ -316,7 +315,7 @@ EACH_WAY = {name: each_way(name) for name in EAGER}
 
 
 class EagerMachine(VmappedMachine):
-    SHAPES = ((9, 4, 4, 3),)
+    SHAPES = (((9, 4, 4, 3), (None,)),)
     operations = EACH_WAY
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 INT32 = np.iinfo(np.int32)
 
@@ -32,21 +32,39 @@ def saturated(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
 
 
 def known_values(values: ArrayLike) -> np.ndarray | None:
-    """The numbers of an array that is no tracer and lies on this process's devices; otherwise None."""
+    """The numbers of an array that is no tracer and is on this process's devices; otherwise None."""
     if isinstance(values, jax.core.Tracer) or (isinstance(values, jax.Array) and not values.is_fully_addressable):
         return None
     return np.asarray(values)
 
 
+def checked_array(
+    name: str, values: ArrayLike, *shape: int | str, dtype: DTypeLike = jnp.int32, which: str = ""
+) -> jax.Array:
+    """An array that a caller passes, as `as_int32` returns it.
+
+    Args:
+        name: of the argument.
+        values: the array.
+        shape: its axes: a number, or the name of an axis of any length.
+        dtype: its dtype.
+        which: says in the message what the elements are.
+
+    Raises:
+        ValueError: another shape or dtype.
+    """
+    array = as_int32(values)
+    is_right = array.dtype == dtype and array.ndim == len(shape)
+    if not is_right or any(n != m for n, m in zip(shape, array.shape, strict=True) if not isinstance(n, str)):
+        wanted = f"{jnp.dtype(dtype).name} [{', '.join(map(str, shape))}]" + (which and f", {which}")
+        raise ValueError(f"{name} must be {wanted}; got {array.dtype} {list(array.shape)}.")
+    return array
+
+
 def checked_query_starts(query_starts: ArrayLike, num_seqs: int) -> jax.Array:
     """Where each of an allocator's sequences begins among packed tokens, int32 `[num_seqs + 1]`."""
-    starts = as_int32(query_starts)
-    if starts.shape != (num_seqs + 1,) or starts.dtype != jnp.int32:
-        raise ValueError(
-            f"query_starts must be int32 [{num_seqs + 1}], one more than the allocator's sequences; got {starts.dtype} "
-            f"{list(starts.shape)}."
-        )
-    return starts
+    which = "one more than the allocator's sequences"
+    return checked_array("query_starts", query_starts, num_seqs + 1, which=which)
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:
@@ -71,7 +89,7 @@ def checked_size(name: str, size: Any, least: int = 1, most: int | None = None) 
 
 
 def checked_tuple(name: str, values: Any) -> tuple[Any, ...]:
-    """What a caller passes for one or more sizes, as a tuple."""
+    """A sequence that a caller passes, as a tuple."""
     if not isinstance(values, Iterable):
         raise ValueError(f"{name} must be a sequence; got {name}={values!r}.")
     return tuple(values)

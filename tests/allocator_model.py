@@ -1,4 +1,4 @@
-"""What the allocator and its prefix cache must do, in dicts and lists, one sequence after the other."""
+"""A model of the allocator and its prefix cache in dicts and lists, one sequence after the other."""
 
 import copy
 from collections import Counter
@@ -13,12 +13,12 @@ class Model:
         self.windows, self.num_seqs = windows, num_seqs
         self.num_blocks, self.block_size, self.max_blocks = num_blocks, block_size, max_blocks
         self.free = list(range(num_blocks - 1, 0, -1))  # the next one last
-        self.num_waiting = 0  # of them, from the start
+        self.num_waiting = 0  # free blocks, from the start, that may be cached
         self.holders: Counter[int] = Counter()
         self.num_drops: Counter[int] = Counter()  # how often a block's tokens were dropped
-        self.cached: dict[int, tuple] = {}  # block -> (salt, all tokens up to its end); the salt and the group behind 0
-        # Blocks of the other groups by that of the first, while this is cached.
-        self.companions: dict[tuple[int, int], int] = {}  # (group, block of the first) -> block
+        self.cached: dict[int, tuple] = {}  # block -> (salt, all tokens up to its end); (salt, group) after the first
+        # (group, block of the first group) -> block of that group, while the first is cached
+        self.companions: dict[tuple[int, int], int] = {}
         # A row for each group and sequence, one group after the other; the first `passed` of its blocks are 0.
         self.blocks: list[list[int]] = [[] for _ in range(len(windows) * num_seqs)]
         self.passed = [0] * len(self.blocks)
@@ -87,7 +87,7 @@ class Model:
         self.holders[block] += 1
 
     def grant(self, needs: list[int | None]) -> list[bool]:
-        """Who gets what it needs, in order; None: not legal. Nobody who needs some overtakes."""
+        """Which rows get the blocks that they need, in order; None: not legal. No row that needs some overtakes."""
         left, oks = len(self.free), []
         for need in needs:
             left -= need or 0
@@ -129,38 +129,31 @@ class Model:
                     self.blocks[row], self.passed[row] = [], 0
 
     def fork(self, parents: list[int], replace: bool) -> tuple[list[Pair], list[bool]]:
-        rows = range(len(parents))
+        rows, num_groups = range(len(parents)), len(self.windows)
+        legal = [p in rows and p != i and (replace or not self.tokens[i]) for i, p in enumerate(parents)]
 
-        def legal(i: int) -> bool:
-            parent = parents[i]
-            return parent not in (-1, i) and parent in rows and (replace or not self.tokens[i])
+        def needs(heirs: set[int]) -> list[int | None]:
+            """A block in each group for a child that inherits no partly filled one."""
+            copied = [legal[i] and self.lengths[parents[i]] % self.block_size > 0 and i not in heirs for i in rows]
+            return [num_groups * copied[i] if legal[i] else None for i in rows]
 
-        def partial(i: int) -> bool:
-            return self.lengths[parents[i]] % self.block_size > 0
-
-        heirs = set()
-        for parent in rows:
-            children = [i for i in rows if legal(i) and parents[i] == parent]
-            if children and legal(parent):
-                heirs.add(children[0])
-        num_groups = len(self.windows)
-        if num_groups * sum(legal(i) and partial(i) and i not in heirs for i in rows) > len(self.free):
+        first_children = {parents[i]: i for i in reversed(rows) if legal[i]}
+        heirs = {child for parent, child in first_children.items() if legal[parent]}
+        if sum(need or 0 for need in needs(heirs)) > len(self.free):
             heirs = set()
-        oks = self.grant([num_groups * (partial(i) and i not in heirs) if legal(i) else None for i in rows])
+        needed = needs(heirs)
+        oks = self.grant(needed)
         old = [self.held(row) for row in range(len(self.blocks))]
         blocks, passed, tokens, salts = list(self.blocks), list(self.passed), list(self.tokens), list(self.salts)
         pairs: dict[int, Pair] = {}
-        for i in rows:
-            if not oks[i]:
-                continue
+        for i in (i for i in rows if oks[i]):
             tokens[i], salts[i] = self.tokens[parents[i]], self.salts[parents[i]]
             for row, parent in zip(self.rows_of(i), self.rows_of(parents[i]), strict=True):
                 blocks[row], passed[row] = list(self.blocks[parent]), self.passed[parent]
                 shared = list(old[parent])
-                if partial(i) and i not in heirs:
-                    source = shared.pop()
+                if needed[i]:
                     blocks[row][-1] = self.take()
-                    pairs[row] = (source, blocks[row][-1])
+                    pairs[row] = (shared.pop(), blocks[row][-1])
                 self.holders.update(shared)
         self.let_go([blocks if oks[row % self.num_seqs] else [] for row, blocks in enumerate(old)])
         self.blocks, self.passed, self.tokens, self.salts = blocks, passed, tokens, salts
@@ -168,41 +161,41 @@ class Model:
         return [pairs[row] for row in sorted(pairs)], oks
 
     def rollback(self, lengths: list[int]) -> tuple[list[Pair], list[bool]]:
-        def cut(i: int) -> bool:
+        def is_cut(i: int) -> bool:
             return lengths[i] < self.lengths[i] and lengths[i] % self.block_size > 0
 
-        def copied(i: int) -> list[int]:
-            """The rows whose last block others hold too."""
-            if not cut(i):
-                return []
-            last = {row: self.blocks[row][lengths[i] // self.block_size] for row in self.rows_of(i)}
-            return [row for row, block in last.items() if self.holders[block] > 1 or block in self.cached]
+        def is_copied(row: int) -> bool:
+            """Whether the row ends in a block that others have too."""
+            block = self.blocks[row][lengths[row % self.num_seqs] // self.block_size]
+            return self.holders[block] > 1 or block in self.cached
 
-        def reachable(i: int) -> bool:
-            return lengths[i] == 0 or all(self.passed[r] <= self.seen_from(r, lengths[i]) for r in self.rows_of(i))
+        def is_legal(i: int) -> bool:
+            in_view = all(self.passed[row] <= self.seen_from(row, lengths[i]) for row in self.rows_of(i))
+            return 0 <= lengths[i] <= self.lengths[i] and (lengths[i] == 0 or in_view)
 
-        seqs = range(len(lengths))
-        legal = [0 <= lengths[i] <= self.lengths[i] and reachable(i) for i in seqs]
-        copies = [copied(i) if legal[i] else [] for i in seqs]
-        oks = self.grant([len(copies[i]) if legal[i] else None for i in seqs])
+        legal = [is_legal(i) for i in range(len(lengths))]
+        copied = {
+            row for i, fine in enumerate(legal) if fine and is_cut(i) for row in self.rows_of(i) if is_copied(row)
+        }
+        oks = self.grant([len(copied & {*self.rows_of(i)}) if fine else None for i, fine in enumerate(legal)])
         pairs: dict[int, Pair] = {}
         gone: list[list[int]] = [[] for _ in self.blocks]
-        given_up = []
-        for i in (i for i in seqs if oks[i]):
+        shortened = []
+        for i in (i for i, ok in enumerate(oks) if ok):
             kept = self.num_blocks_for(lengths[i])
             for row in self.rows_of(i):
                 self.passed[row] = self.passed[row] if kept else 0
                 gone[row] = [block for block in self.blocks[row][kept:] if block]
                 self.blocks[row] = self.blocks[row][:kept]
-                if row in copies[i]:
-                    source = self.blocks[row][-1]
+                if row in copied:
+                    source = self.blocks[row].pop()
                     gone[row] = [source, *gone[row]]
-                    self.blocks[row][-1] = self.take()
+                    self.blocks[row].append(self.take())
                     pairs[row] = (source, self.blocks[row][-1])
-                elif cut(i):
-                    given_up.append(self.blocks[row][-1])
+                elif is_cut(i):
+                    shortened.append(self.blocks[row][-1])
         self.let_go(gone)
-        self.num_drops.update(given_up)
+        self.num_drops.update(shortened)
         self.tokens = [tokens[: lengths[i]] if oks[i] else tokens for i, tokens in enumerate(self.tokens)]
         return [pairs[row] for row in sorted(pairs)], oks
 
@@ -221,7 +214,7 @@ class Model:
                     if key not in found:
                         break
                     hits.append(found[key])
-            while hits and any(None in blocks for blocks in self.beginnings(i, hits)):
+            while any(None in blocks for blocks in self.beginnings(i, hits)):
                 hits.pop()
             num_cached.append(len(hits) * self.block_size)
             if hits:
@@ -242,42 +235,36 @@ class Model:
         return found
 
     def insert(self, width: int) -> None:
-        found = {key: block for block, key in self.cached.items()}
-        gone: list[list[int]] = [[] for _ in self.tokens]
-        taken = []
-        for i, tokens in enumerate(self.tokens):
-            for column in range(min(len(tokens), width if len(tokens) <= width else 0) // self.block_size):
-                key, own = self.key(self.salts[i], tokens, column), self.blocks[i][column]
-                if key not in found:
-                    found[key] = own
+        found, swaps = {key: block for block, key in self.cached.items()}, []
+        num_full = [n // self.block_size if n <= width else 0 for n in self.lengths]
+        for seq, tokens in enumerate(self.tokens):
+            for column in range(num_full[seq]):
+                key, own = self.key(self.salts[seq], tokens, column), self.blocks[seq][column]
+                if found.setdefault(key, own) == own:
                     self.cached[own] = key
-                elif found[key] != own:
-                    taken.append(found[key])
-                    gone[i].append(own)
-                    self.blocks[i][column] = found[key]
-        for block in taken:
-            self.acquire(block)
-        self.let_go(gone)
-        self.insert_companions(width)
-
-    def insert_companions(self, width: int) -> None:
-        gone: list[list[int]] = [[] for _ in self.blocks]
-        taken = []
-        for row in range(self.num_seqs, len(self.blocks)):
+                else:
+                    swaps.append((seq, column, found[key]))
+        self.swap(swaps)
+        swaps = []
+        for row in range(self.num_seqs, len(self.blocks)):  # the other groups
             group, seq = divmod(row, self.num_seqs)
-            length = self.lengths[seq] if self.lengths[seq] <= width else 0
-            for column in range(self.passed[row], length // self.block_size):
+            for column in range(self.passed[row], num_full[seq]):
                 first, own = self.blocks[seq][column], self.blocks[row][column]
                 companion = self.companions.setdefault((group, first), own)
                 if companion == own:
                     salt, *tokens = self.cached[first]
                     self.cached[own] = ((salt, group), *tokens)
                 else:
-                    taken.append(companion)
-                    gone[row].append(own)
-                    self.blocks[row][column] = companion
-        for block in taken:
-            self.acquire(block)
+                    swaps.append((row, column, companion))
+        self.swap(swaps)
+
+    def swap(self, swaps: list[tuple[int, int, int]]) -> None:
+        """Rows hold cached blocks in place of their own: (row, column, cached block)."""
+        gone: list[list[int]] = [[] for _ in self.blocks]
+        for row, column, cached in swaps:
+            gone[row].append(self.blocks[row][column])
+            self.blocks[row][column] = cached
+            self.acquire(cached)
         self.let_go(gone)
 
     def clear(self) -> None:

@@ -42,17 +42,14 @@ def collectives(text: str) -> list[str]:
 def decode_step(cache, allocator, q, k, v):
     allocator, slots, _ = allocator.append(jnp.ones(SEQS, jnp.int32))
     cache = write_kv(cache, k, v, slots)
-    out = paged_attention(q, cache.k, cache.v, allocator.block_tables, allocator.lengths)
-    return cache, allocator, out
+    arrays = q, cache.k, cache.v, allocator.block_tables, allocator.lengths
+    return cache, allocator, paged_attention(*arrays, k_scale=cache.k_scale, v_scale=cache.v_scale)
 
 
-def inputs():
-    cache = KVCache.create(
-        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype="float32"
-    )
-    allocator = BlockAllocator.create(
-        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_seqs=SEQS, max_blocks_per_seq=MAX_BLOCKS
-    )
-    q = jnp.ones((SEQS, 6, HEAD_DIM))
+def inputs(num_blocks=NUM_BLOCKS, **kind):
+    """The arguments of `decode_step`. `kind`: of the cache, by default one of float32."""
+    sizes = dict(num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    cache = KVCache.create(**sizes, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, **dict(dtype="float32") | kind)
+    allocator = BlockAllocator.create(**sizes, num_seqs=SEQS, max_blocks_per_seq=MAX_BLOCKS)
     k = jnp.ones((SEQS, KV_HEADS, HEAD_DIM))
-    return cache, allocator, q, k, k
+    return cache, allocator, jnp.ones((SEQS, 6, HEAD_DIM)), k, k

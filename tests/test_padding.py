@@ -22,7 +22,7 @@ import jaxpaged.nnx
 from jaxpaged import AttentionSettings, AttentionStep, BlockAllocator, CacheLayer, KVCache, LatentSettings
 from jaxpaged._attention.plan import make_plan
 from jaxpaged._cache.kv_cache import map_blocks
-from jaxpaged.ops import PrefixGroups, write_kv
+from jaxpaged.ops import write_kv
 
 BLOCKS = dict(num_blocks=24, block_size=4)
 HEADS, KV_HEADS, HEAD_DIM, FEATURES = 4, 2, 8, 64
@@ -51,17 +51,11 @@ def make_step(allocator, slots, *, count, query_starts=None, plan=False, tree=Fa
         padding = slots.shape[1] - count
         parents = jnp.asarray([*range(-1, padding - 1), *(padding + parent for parent in PARENTS)])
         mask = jnp.tile(jaxpaged.tree_mask(parents), (slots.shape[0], 1, 1))
-    prefix_groups = find_groups(allocator, slots, query_starts) if groups else None
-    step = AttentionStep.create(
-        allocator, slots, query_starts=query_starts, tree_mask=mask, prefix_groups=prefix_groups
-    )
+    found = allocator.prefix_groups(slots.shape[-1], query_starts=query_starts) if groups else None
+    step = AttentionStep.create(allocator, slots, query_starts=query_starts, tree_mask=mask, prefix_groups=found)
     if not plan:
         return step
     return dataclasses.replace(step, plan=make_plan(allocator.lengths, num_kv_heads=KV_HEADS, q_len=slots.shape[1]))
-
-
-def find_groups(allocator, slots, query_starts) -> PrefixGroups:
-    return allocator.prefix_groups(slots.shape[-1], query_starts=query_starts)
 
 
 def split(x):
@@ -89,28 +83,27 @@ def rotated(**rotary) -> Call:
     return call
 
 
-def of_pool(attention: Callable[..., Any], *, groups=False, **options) -> Call:
+def of_pool(attention: Callable[..., Any], *, groups=False) -> Call:
     """A function of tables and lengths."""
 
     def call(x, cache, allocator, slots, *, count, query_starts=None):
         q, k, v = split(x)
         cache = write_kv(cache, k, v, slots)
-        arrays = q, cache.k, cache.v, allocator.block_tables, allocator.lengths
-        own = dict(options, k_scale=cache.k_scale, v_scale=cache.v_scale)
+        options = dict(query_starts=query_starts) if query_starts is not None else {}
         if groups:
-            own["prefix_groups"] = find_groups(allocator, slots, query_starts)
-        return cache, attention(*arrays, **own, **({} if query_starts is None else dict(query_starts=query_starts)))
+            options["prefix_groups"] = allocator.prefix_groups(slots.shape[-1], **options)
+        return cache, attention(q, cache.k, cache.v, allocator.block_tables, allocator.lengths, **options)
 
     return call
 
 
 def on_two_devices(*arrays, count):
-    attention = functools.partial(jaxpaged.ops.context_parallel_attention, axis_name="x")
+    def attention(*args):
+        return jaxpaged.ops.context_parallel_attention(*args, axis_name="x")[0]
 
     def device(x, cache, allocator, slots):
         own_slots = jaxpaged.ops.context_parallel_slots(slots, block_size=2, axis_name="x")
-        own_part = of_pool(lambda *args, **options: attention(*args, **options)[0])
-        return own_part(x, cache, allocator, own_slots, count=count)
+        return of_pool(attention)(x, cache, allocator, own_slots, count=count)
 
     mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
     specs = dict(in_specs=(P(), P(None, "x"), P(), P()), out_specs=(P(None, "x"), P()))
@@ -206,11 +199,8 @@ def append_all(window: int | None, count: int) -> tuple[BlockAllocator, jax.Arra
 
 def poisoned(cache: KVCache, group: BlockAllocator) -> KVCache:
     """NaN in all blocks but the null block that are not a sequence's, in this group of layers."""
-    columns = jnp.arange(group.block_tables.shape[1], dtype=jnp.int32)[None]
-    is_entry = columns < -(-group.lengths // group.block_size)[:, None]
-    if group.num_passed is not None:
-        is_entry &= columns >= group.num_passed.T
-    held = jnp.zeros(group.num_blocks, bool).at[jnp.where(is_entry, group.block_tables, 0)].set(True)
+    ids = jnp.where(group.is_entry(group.lengths), group.block_tables, 0)
+    held = jnp.zeros(group.num_blocks, bool).at[ids].set(True)
 
     def poison(array):
         nan = jnp.asarray(jnp.nan if jnp.issubdtype(array.dtype, jnp.floating) else 99, array.dtype)
@@ -241,10 +231,7 @@ def results(name: str, x: jax.Array, before: BlockAllocator, old_slots: jax.Arra
     padded, out = call(rows, cache, after, slots)
 
     tokens, their_slots = rows[which, -count:], slots[which, -count:]
-    passed = None if after.num_passed is None else after.num_passed[:, which]
-    tables, lengths = after.block_tables[which], after.lengths[which]
-    some = dataclasses.replace(after, block_tables=tables, lengths=lengths, num_passed=passed)
-    alone, expected = call(tokens, cache, some, their_slots)
+    alone, expected = call(tokens, cache, after.of_seqs(jnp.asarray(which, jnp.int32)), their_slots)
     found = [(expected, alone), (out[which, -count:], padded)]
 
     if case.can_be_packed:

@@ -1,13 +1,12 @@
 """Caches whose numbers say which block they are from, and what copies of blocks must give."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxpaged import KVCache
+from jaxpaged._cache.kv_cache import map_blocks
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -52,29 +51,24 @@ def ids(*values: int) -> jax.Array:
 
 
 def shown(pool: jax.Array) -> list:
-    """What block each block's numbers came from; they must all agree."""
+    """The block that each block's numbers came from; they must all agree."""
     pool = np.asarray(pool, np.float32)
     assert (pool == pool[..., :1, :1, :1]).all()
     return pool[..., 0, 0, 0].astype(int).tolist()
 
 
 def filled(dtype, scale, num_layers=None, num_blocks=6) -> KVCache:
-    """A cache with other bits in every number and in every scale."""
+    """A cache with other bits in every number and in every scale of a token."""
     rng = np.random.default_rng(0)
     given = dict(k_scale=0.5, v_scale=0.25) if scale in ("tensor", "head") else {}
     sizes = dict(num_blocks=num_blocks, block_size=4, num_kv_heads=3, head_dim=8, num_layers=num_layers)
-    create = functools.partial(KVCache.create, **sizes, dtype=dtype, scale_per=scale, **given)
-    empty = jax.eval_shape(create) if scale in (None, "token_head") else create()  # a scale of a tensor is not filled
+    empty = KVCache.create(**sizes, dtype=dtype, scale_per=scale, **given)
 
     def fill(leaf):
         numbers = rng.normal(size=leaf.shape).astype(np.float32)
         return jax.device_put((np.round(40 * numbers) if leaf.dtype == jnp.int8 else numbers).astype(leaf.dtype))
 
-    return (
-        jax.tree.map(fill, empty)
-        if scale in (None, "token_head")
-        else KVCache(fill(empty.k), fill(empty.v), empty.k_scale, empty.v_scale)
-    )
+    return map_blocks(fill, empty)
 
 
 def block_leaves(cache: KVCache) -> list[np.ndarray]:
@@ -85,6 +79,10 @@ def block_leaves(cache: KVCache) -> list[np.ndarray]:
     return [np.ascontiguousarray(leaf).view(np.uint8).reshape(layers, blocks, -1) for leaf in leaves]
 
 
+def same_bits(cache: KVCache, other: KVCache) -> bool:
+    return all((a == b).all() for a, b in zip(block_leaves(cache), block_leaves(other), strict=True))
+
+
 def random_pairs(seed: int, num_pairs: int, num_blocks: int) -> tuple[jax.Array, jax.Array]:
     """Any ids, a few outside the pool: chains, cycles, duplicates, padding."""
     rng = np.random.default_rng(seed)
@@ -92,7 +90,7 @@ def random_pairs(seed: int, num_pairs: int, num_blocks: int) -> tuple[jax.Array,
 
 
 def by_numpy(pool: np.ndarray, source_ids: jax.Array, destination_ids: jax.Array) -> np.ndarray:
-    """Of a pool [layers, blocks, bytes]."""
+    """The copies of `copy_blocks` in a pool [layers, blocks, bytes]."""
     new = pool.copy()
     for source, destination in zip(source_ids.tolist(), destination_ids.tolist(), strict=True):
         if 0 < source < pool.shape[1] and 0 < destination < pool.shape[1]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxpaged._allocator import inspection, prefix_groups, sharing
 from jaxpaged._allocator.block_pool import BlockPool
@@ -16,11 +15,11 @@ from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._allocator.sharing import Copies
 from jaxpaged._allocator.state import AllocatorState, Window, checked_windows
 from jaxpaged._debug import check_range
-from jaxpaged._integers import as_int32, checked_query_starts, checked_size, known_values
+from jaxpaged._integers import as_int32, checked_array, checked_query_starts, checked_size, known_values
 from jaxpaged._one_program import one_program
 from jaxpaged._public_state import public_state
 
-MORE_PASSED = 3  # blocks of a group that a sequence gives back in an `append`, beside as many as it may get
+MORE_PASSED = 3  # in an `append` a sequence gives back blocks of a group: the number that it may get, and these
 
 
 @public_state
@@ -75,14 +74,14 @@ class BlockAllocator(AllocatorState):
 
         Raises:
             ValueError: a size or window that is no int or below 1, `num_blocks` below 2, 2^31 slots and more, in the
-                pool or in a table row, or no group or one without a window behind one with.
+                pool or in a table row, no group, or one without a window after one with a window.
 
         Example:
             >>> import jax.numpy as jnp
             >>> from jaxpaged import BlockAllocator
             >>> allocator = BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=2, max_blocks_per_seq=3)
             >>> allocator, slots, ok = allocator.append(jnp.array([3, 1]), q_len=3)
-            >>> slots.tolist()  # row 1 has one token: it stands last, behind two entries of padding
+            >>> slots.tolist()  # row 1 has one token: it is last, after two entries of padding
             [[16, 17, 18], [128, 128, 32]]
         """
         num_blocks, block_size = checked_size("num_blocks", num_blocks, 2), checked_size("block_size", block_size)
@@ -115,7 +114,7 @@ class BlockAllocator(AllocatorState):
         )
 
     def group(self, index: int) -> BlockAllocator:
-        """What the layers of one group attend with: an allocator with this group's table only, for reading.
+        """An allocator with one group's table only, for reading: the layers of the group attend with it.
 
         Raises:
             ValueError: there is no such group.
@@ -132,12 +131,9 @@ class BlockAllocator(AllocatorState):
             num_passed=None if window is None or num_passed is None else num_passed[index : index + 1],
         )
 
+    @one_program("q_len")
     def positions(self, q_len: int) -> jax.Array:
         """Positions of the newest `q_len` tokens of each sequence, int32 `[seqs, q_len]`; negative: no such token."""
-        return self._positions(q_len)
-
-    @one_program("q_len")
-    def _positions(self, q_len: int) -> jax.Array:
         return self.lengths[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None]
 
     def prefix_groups(self, q_len: int = 1, *, query_starts: ArrayLike | None = None) -> PrefixGroups:
@@ -242,7 +238,7 @@ class BlockAllocator(AllocatorState):
         Returns:
             allocator: the new one.
             slots: int32 `[seqs, q_len]`, or `[seqs]` without `q_len`; with several groups, an axis of groups before
-                these: the slots of the new tokens, for `write_kv`. They stand at the end of the row, as the queries of
+                these: the slots of the new tokens, for `write_kv`. They are at the end of the row, as the queries of
                 `paged_attention` do. The rest of the row, or all of a refused one, is `num_blocks * block_size`, which
                 `write_kv` drops.
             ok: bool `[seqs]`.
@@ -253,7 +249,7 @@ class BlockAllocator(AllocatorState):
         """
         counts, known = as_int32(num_tokens), known_values(num_tokens)
         counts = counts.astype(jnp.int32) if counts.dtype == jnp.bool_ else counts
-        num_tokens = self._rows("num_tokens", counts, jnp.int32)
+        num_tokens = self._rows("num_tokens", counts)
         q_len = None if q_len is None else checked_size("q_len", q_len)
         most = 1 if q_len is None else q_len
         if known is not None and known.max() > most:
@@ -263,7 +259,7 @@ class BlockAllocator(AllocatorState):
                 f"{row}. Pass q_len={known[row]}."
             )
         check_range("num_tokens of append", num_tokens, 0, most, limit=f"q_len={most}")
-        order = None if order is None else self._rows("order", order, jnp.int32)
+        order = None if order is None else self._rows("order", order)
         return self._append(num_tokens, order, q_len)
 
     @one_program("q_len")
@@ -277,7 +273,7 @@ class BlockAllocator(AllocatorState):
         legal &= lengths <= max_blocks * self.block_size
 
         # 1. Who gets blocks: a prefix of the sequences that need some.
-        most_new = -(-most // self.block_size)  # of a row
+        most_new = -(-most // self.block_size)  # in a row
         self = self.let_go_passed(legal & (num_tokens > 0), most_new + MORE_PASSED)
         held = self.num_blocks_for(self.lengths)
         needed = self.per_row(jnp.where(legal, self.num_blocks_for(lengths) - held, 0))
@@ -285,7 +281,7 @@ class BlockAllocator(AllocatorState):
         granted = jnp.where(self.per_row(ok), needed, 0)
         lengths = jnp.where(ok, lengths, self.lengths)
 
-        # 2. Their ids, from the top of the free blocks into the tables behind the blocks already held.
+        # 2. Their ids, from the top of the free blocks into the tables, after the blocks already held.
         rank = jnp.arange(most_new, dtype=jnp.int32)[None]
         ids = self.pool.peek(starts[:, None] + rank)
         entries = jnp.where(rank < granted[:, None], self.per_row(held)[:, None] + rank, max_blocks + rank)
@@ -298,7 +294,8 @@ class BlockAllocator(AllocatorState):
         positions = self.per_row(positions)
         block_ids = tables.at[rows, positions // self.block_size].get(mode="clip")
         slots = block_ids * self.block_size + positions % self.block_size
-        slots = self.per_group(jnp.where(is_new, slots, self.num_blocks * self.block_size))
+        slots = jnp.where(is_new, slots, self.num_blocks * self.block_size)
+        slots = slots if self.num_groups == 1 else slots.reshape(self.num_groups, -1, most)
 
         return self.with_rows(tables, lengths, self.pool.take(total)), slots[..., 0] if q_len is None else slots, ok
 
@@ -323,7 +320,7 @@ class BlockAllocator(AllocatorState):
         one owner: each child gets a block of its own. Copy the tokens in the same jit, before anything else is written:
         `cache = copy_blocks(cache, *copies)`.
 
-        With `replace`, a parent may itself be replaced. Its first child then takes over its last block without a copy,
+        With `replace`, a parent may itself be replaced. Its first child then inherits its last block without a copy,
         if the free blocks suffice for the other copies. A beam search needs at most one free block for each further
         child of such a parent, and for each child of a parent whose row stays.
 
@@ -350,7 +347,7 @@ class BlockAllocator(AllocatorState):
             >>> allocator.block_tables.tolist(), source_ids.tolist(), destination_ids.tolist()
             ([[1, 2, 0], [1, 3, 0], [1, 4, 0]], [0, 2, 2], [0, 3, 4])
         """
-        parents = self._rows("parents", parents, jnp.int32)
+        parents = self._rows("parents", parents)
         check_range("parents of fork", parents, -1, len(self.lengths) - 1)
         return sharing.fork(self, parents, replace)
 
@@ -381,7 +378,7 @@ class BlockAllocator(AllocatorState):
         Raises:
             ValueError: `lengths` is not int32 `[seqs]`.
         """
-        lengths = self._rows("lengths", lengths, jnp.int32)
+        lengths = self._rows("lengths", lengths)
         check_range("lengths of rollback", lengths, 0, self.lengths, limit="the present ones")
         return sharing.rollback(self, lengths)
 
@@ -392,9 +389,5 @@ class BlockAllocator(AllocatorState):
     def __str__(self) -> str:
         return inspection.describe(self)
 
-    def _rows(self, name: str, values: ArrayLike, dtype: Any) -> jax.Array:
-        array = as_int32(values)
-        if array.shape != self.lengths.shape or array.dtype != dtype:
-            wanted = f"{jnp.dtype(dtype).name} {list(self.lengths.shape)}"
-            raise ValueError(f"{name} must be {wanted}, one for each sequence; got {array.dtype} {list(array.shape)}.")
-        return array
+    def _rows(self, name: str, values: ArrayLike, dtype: DTypeLike = jnp.int32) -> jax.Array:
+        return checked_array(name, values, len(self.lengths), dtype=dtype, which="one for each sequence")

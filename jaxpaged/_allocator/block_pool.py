@@ -21,7 +21,7 @@ class BlockPool:
             the last of them, goes next.
         bottom: int32 `[]`. It is 0 until a prefix cache is used, and then `free_list[:num_free]` is a plain stack.
         num_free: int32 `[]`.
-        num_waiting: int32 `[]`, free blocks, those from `bottom` on, that may still hold a cached prefix. They lie
+        num_waiting: int32 `[]`, free blocks, those from `bottom` on, that may still hold a cached prefix. They are
             below the others. The one unused longest is on top of them, and so is overwritten first.
         extra_holders: int32 `[blocks]`, holders of a block beyond the first; 0 for a free block. Handing out a block
             does not change it, so that `append` stays a few operations on the batch.
@@ -29,7 +29,7 @@ class BlockPool:
             `free_list` while it waits there; -1 for a block that never was cached. The index is stale once the block is
             handed out: `is_cached` sees that it is no longer among those waiting.
 
-    A cached block is never written while it is held: a sequence shortened inside it takes a copy.
+    A cached block is never written while it is held: a sequence shortened inside it gets a copy.
     """
 
     free_list: jax.Array
@@ -82,7 +82,7 @@ class BlockPool:
         rows = jnp.broadcast_to(jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None], ids.shape)
         holders = _add(self.extra_holders, ids, given, -1)
         unheld = given & (holders[ids] < 0)
-        # Of several rows that let go of one block the first puts it back. They choose it in the count itself, which is
+        # If several rows let go of one block, the first puts it back. They choose it in the count itself, which is
         # below zero here and which that row sets to zero.
         claim = rows - ids.shape[0] - 1
         holders = holders.at[self._where(unheld, ids)].min(claim, mode="drop")

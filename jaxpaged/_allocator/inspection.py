@@ -1,4 +1,4 @@
-"""What a person or a test asks an allocator, on the host: the invariants that it breaks, and itself as text."""
+"""An allocator on the host: the invariants that it breaks, and its text."""
 
 import jax
 import numpy as np
@@ -10,10 +10,10 @@ SHOWN_SEQS = 16  # rows of a printed allocator
 
 def broken_invariants(allocator: AllocatorState) -> tuple[str, ...]:
     """Names of the broken invariants, one a line below. Those that build on a broken one are not tested."""
+    allocator = jax.tree.map(np.asarray, allocator)
     pool, num_blocks, block_size = allocator.pool, allocator.num_blocks, allocator.block_size
-    num_groups, of_seqs = allocator.num_groups, np.asarray(allocator.lengths)
-    tables, lengths = np.asarray(allocator.rows), np.tile(of_seqs, num_groups)
-    passed = np.zeros_like(lengths) if allocator.num_passed is None else np.asarray(allocator.num_passed).ravel()
+    tables, lengths = allocator.rows, np.tile(allocator.lengths, allocator.num_groups)
+    passed = np.zeros_like(lengths) if allocator.num_passed is None else np.ravel(allocator.num_passed)
     is_passed = np.arange(tables.shape[1])[None] < passed[:, None]
     num_free, num_waiting, bottom = int(pool.num_free), int(pool.num_waiting), int(pool.bottom)
     first = {
@@ -23,7 +23,7 @@ def broken_invariants(allocator: AllocatorState) -> tuple[str, ...]:
         "free_count_is_within_the_pool": 0 <= num_free < num_blocks,
         "waiting_are_among_the_free": 0 <= num_waiting <= num_free,
         "bottom_is_within_the_ring": 0 <= bottom < num_blocks,
-        "free_list_holds_blocks": ((np.asarray(pool.free_list) >= 0) & (np.asarray(pool.free_list) < num_blocks)).all(),
+        "free_list_holds_blocks": ((pool.free_list >= 0) & (pool.free_list < num_blocks)).all(),
     }
     if not all(first.values()):
         return broken_names(first)
@@ -31,8 +31,7 @@ def broken_invariants(allocator: AllocatorState) -> tuple[str, ...]:
     num_held = -(-lengths // block_size)
     is_entry = (np.arange(tables.shape[1])[None] < num_held[:, None]) & ~is_passed
     indices = (bottom + np.arange(num_free)) % num_blocks
-    free = np.asarray(pool.free_list)[indices]
-    extra, cached_at = np.asarray(pool.extra_holders), np.asarray(pool.cached_at)
+    free, extra, cached_at = pool.free_list[indices], pool.extra_holders, pool.cached_at
     named = np.bincount(tables[is_entry], minlength=num_blocks)
     is_free = np.bincount(free, minlength=num_blocks) > 0
     held = np.setdiff1d(np.arange(1, num_blocks), free)

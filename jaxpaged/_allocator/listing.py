@@ -10,25 +10,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged._allocator.block_hashes import chain_hashes
 from jaxpaged._allocator.block_pool import BlockPool
 from jaxpaged._public_state import public_state
 from jaxpaged._put import put
+from jaxpaged._threefry import threefry
 
 PROBES = 6  # buckets of the table in which a block may be listed
 # If all blocks are cached, a probe meets one of them 1 time in 8.
-BUCKETS = 8  # of the table, for each block of the pool, at least
+BUCKETS = 8  # buckets of the table for each block of the pool, at least
 
 
 class Found(NamedTuple):
-    """What is listed for the full blocks of sequences, `[seqs, columns]`."""
+    """The listed blocks for full blocks of sequences, `[seqs, columns]`."""
 
     tags: jax.Array  # uint32, hashes of each block and of all before it
     probes: jax.Array  # int32 [seqs, columns, PROBES], the buckets in which each may be listed
     are_taken: jax.Array  # bool, in that shape, by blocks that are cached
     ids: jax.Array  # int32, the listed block with that tag and salt; 0: none
     are_listed: jax.Array  # bool, whether there is one, and
-    are_same: jax.Array  # bool, whether it holds exactly these tokens, behind the one in the column before
+    are_same: jax.Array  # bool, whether it holds exactly these tokens, after the one in the column before
 
 
 @public_state
@@ -50,7 +50,7 @@ class Listing:
         next_serial: int32 `[]`.
         companions: int32 `[groups - 1, blocks]`, for a cached block of the first group the block of each other group
             with the same tokens. It counts if the pool knows it as cached, `homes` has -1 minus its group, and its
-            serial is that of the block of the first group. None if there is one group.
+            serial equals the serial of the block of the first group. None for one group.
 
     The hashes only say where to look: `look_up` compares the tokens. Blocks of other salts are passed over, whatever
     their hashes, so that they hide nothing.
@@ -93,7 +93,7 @@ class Listing:
         return dataclasses.replace(self, table=jnp.zeros_like(self.table))
 
     def look_up(self, pool: BlockPool, blocks: jax.Array, salts: jax.Array) -> Found:
-        """What is listed for `blocks`, int32 `[seqs, columns, block_size]`, under the `salts`, int32 `[seqs]`."""
+        """The listed blocks for `blocks`, int32 `[seqs, columns, block_size]`, under the `salts`, int32 `[seqs]`."""
         tags, probes = self._hash(blocks, salts)
         ids = self.table[probes]
         are_taken = pool.is_cached(ids) & (self.homes[ids] == probes)
@@ -104,14 +104,14 @@ class Listing:
 
     def _hash(self, blocks: jax.Array, salts: jax.Array) -> tuple[jax.Array, jax.Array]:
         """tags `[seqs, columns]`, and the buckets in which each may be listed, `[seqs, columns, PROBES]`."""
-        # Without the barrier each probe computes them again, and the compilation takes minutes on a CPU.
+        # Without the barrier each probe computes them again, and compilation lasts minutes on a CPU.
         tags, starts = jax.lax.optimization_barrier(chain_hashes(blocks, salts, self.secret))
         steps = tags * np.uint32(2) + np.uint32(1)  # odd: the probes differ
         probes = starts[..., None] + jnp.arange(PROBES, dtype=jnp.uint32)[None, None] * steps[..., None]
         return tags, (probes & np.uint32(self.table.shape[0] - 1)).astype(jnp.int32)
 
     def _confirm(self, ids: jax.Array, listed: jax.Array, blocks: jax.Array) -> jax.Array:
-        """Whether the listed blocks hold these tokens, behind the one in the column before."""
+        """Whether the listed blocks hold these tokens, after the one in the column before."""
         before = _before(jnp.where(listed, self.serials[ids], -1))
         return listed & (self.tokens[ids] == blocks).all(axis=-1) & (self.parents[ids] == before)
 
@@ -125,7 +125,7 @@ class Listing:
             own: int32 `[seqs, columns]`, the blocks of the sequences.
             wanted: bool, in that shape: full ones that are neither found nor cached.
             is_full: bool, in that shape.
-            blocks: their tokens, as `look_up` takes them.
+            blocks: their tokens, as in `look_up`.
             salts: int32 `[seqs]`.
 
         Returns:
@@ -148,7 +148,7 @@ class Listing:
         are_listed = all_before(is_full & same)
         new = are_listed & are_first
 
-        # 3. What is listed of each.
+        # 3. The fields of the new blocks.
         def listed(old: jax.Array, values: jax.Array) -> jax.Array:
             return put(old, own, new, values)
 
@@ -168,7 +168,7 @@ class Listing:
         return listing, ids, are_listed, new
 
     def companions_of(self, pool: BlockPool, firsts: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(the blocks of the other groups that go with those of the first, `[groups - 1, ...]`, whether they count)."""
+        """(the blocks of the other groups with the same tokens, `[groups - 1, ...]`, whether they count)."""
         if self.companions is None:
             return firsts[None][:0], jnp.zeros_like(firsts[None], jnp.bool_)[:0]
         ids = self.companions[:, firsts]
@@ -214,7 +214,7 @@ class Listing:
 def _claim_buckets(
     table: jax.Array, wanted: jax.Array, found: Found, salts: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Lists new blocks, all at once: one round a probe, in each of which the first entry to ask for a bucket gets it.
+    """Lists new blocks, all at once, in one round for each probe: the first entry that requests a bucket gets it.
 
     Returns:
         table: with a number below 0 in the buckets that were given out.
@@ -246,3 +246,30 @@ def all_before(flags: jax.Array) -> jax.Array:
 def _before(values: jax.Array) -> jax.Array:
     """The value in the column before; 0 before the first."""
     return jnp.pad(values[:, :-1], ((0, 0), (1, 0)))
+
+
+def chain_hashes(blocks: jax.Array, salts: jax.Array, secret: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two hashes for each block, of its salt, of its tokens and of all before it, uint32 `[seqs, columns]` each.
+
+        hashes[i] = F(outer_key, sum over p < (i + 1) * block_size of F(inner_key, (p, tokens[p])))
+        inner_key, outer_key = F(secret[:2], (salt, 0)), F(secret[2:], (salt, 0))
+
+    F(key, block) is Threefry-2x32, used as a pseudo-random function: a key of 64 bits, 64 bits in, 64 bits out. The
+    two hashes are the halves. The sum is modulo 2^32 in each half, so that one prefix sum makes all hashes.
+
+    Without the secret, tokens chosen beforehand collide by chance only. Two prefixes of one salt differ at some p, and
+    F is independent there: their sums are equal with probability 2^-64. F makes independent hashes of different sums,
+    and so do different salts, which have different keys. Two tags of 32 bits are equal with probability 2^-32.
+
+    References:
+        Bellare, Guerin, Rogaway, XOR MACs (1995), for the sum of a function of position and word.
+    """
+    num_seqs, num_columns, block_size = blocks.shape
+    salts = salts.astype(jnp.uint32)[:, None]
+    inner_key, outer_key = (
+        threefry((secret[i], secret[i + 1]), (salts, jnp.zeros_like(salts))) for i in (0, 2)
+    )  # [seqs, 1] each half
+    position = jnp.arange(num_columns * block_size, dtype=jnp.uint32)[None]
+    words = threefry(inner_key, (position, blocks.reshape(num_seqs, -1).astype(jnp.uint32)))
+    x, y = (half.reshape(blocks.shape).sum(axis=2, dtype=jnp.uint32).cumsum(axis=1, dtype=jnp.uint32) for half in words)
+    return threefry(outer_key, (x, y))

@@ -16,7 +16,7 @@ from jaxpaged._allocator.block_pool import BlockPool
 from jaxpaged._allocator.listing import BUCKETS, Listing, all_before
 from jaxpaged._allocator.prefix_match import PrefixMatch, begin_with, longest_matches
 from jaxpaged._debug import check_range
-from jaxpaged._integers import checked_size
+from jaxpaged._integers import checked_array, checked_size
 from jaxpaged._one_program import one_program
 from jaxpaged._public_state import public_state
 
@@ -84,11 +84,8 @@ class PrefixCache:
             ([0, 4], [[1, 2, 3, 0], [1, 2, 0, 0]])
             >>> allocator, slots, ok = allocator.append(lengths - num_cached, q_len=5)  # the rest of it
         """
-        if num_blocks < 2 or block_size < 1 or BUCKETS * num_blocks > 2**30:
-            raise ValueError(
-                "num_blocks must be at least 2 and at most 2^27, block_size at least 1; "
-                f"got {num_blocks=}, {block_size=}."
-            )
+        num_blocks = checked_size("num_blocks", num_blocks, 2, 2**30 // BUCKETS)
+        block_size = checked_size("block_size", block_size)
         num_groups = checked_size("num_groups", num_groups)
         if not 0 <= secret < 2**128:
             raise ValueError("secret must be from 0 to 2^128 - 1, as secrets.randbits(128) is; got another number.")
@@ -132,10 +129,9 @@ class PrefixCache:
         Example: see `create`.
         """
         tokens, salts = self._check(allocator, tokens, salts)
-        lengths = allocator._rows("lengths", lengths, jnp.int32)
-        width = tokens.shape[1]
+        lengths, width = allocator._rows("lengths", lengths), tokens.shape[1]
         check_range("lengths of match_prefix", lengths, 0, width, limit=f"{width=}")
-        if self._num_columns(allocator, tokens) == 0:
+        if width < allocator.block_size:
             return self, allocator, jnp.zeros_like(lengths)
         return self._match_prefix(allocator, tokens, lengths, salts)
 
@@ -143,11 +139,9 @@ class PrefixCache:
     def _match_prefix(
         self, allocator: BlockAllocator, tokens: jax.Array, lengths: jax.Array, salts: jax.Array
     ) -> tuple[PrefixCache, BlockAllocator, jax.Array]:
-        num_columns = self._num_columns(allocator, tokens)
         legal = (lengths > 0) & (lengths <= tokens.shape[1]) & (allocator.lengths == 0)
         num_full = jnp.where(legal, (lengths - 1) // allocator.block_size, 0)
-        blocks = _cut(tokens, lengths, num_columns, allocator.block_size)
-        matches, _ = self.find(allocator, blocks, num_full, salts)
+        matches, _ = self.find(allocator, _in_blocks(allocator, tokens, lengths), num_full, salts)
         allocator, num_cached = begin_with(allocator, matches)
         return self.count(matches), allocator, num_cached
 
@@ -156,10 +150,10 @@ class PrefixCache:
     ) -> tuple[PrefixCache, BlockAllocator]:
         """Caches the full blocks of sequences, after their keys and values were written.
 
-        If a block's tokens and all tokens before them are cached already, the sequence takes the cached block and gives
+        If a block's tokens and all tokens before them are cached already, the sequence uses the cached block and gives
         its own back. A prefix that several sequences computed side by side is so kept once.
 
-        If all buckets in which a block may be listed are taken, the block is not cached, nor are the blocks
+        If all buckets in which a block may be listed are in use, the block is not cached, nor are the blocks
         after it in its sequence. With every block of the pool cached, fewer than 1 block in 100,000 meets this.
 
         Args:
@@ -178,7 +172,7 @@ class PrefixCache:
         Example: see `create`.
         """
         tokens, salts = self._check(allocator, tokens, salts)
-        if self._num_columns(allocator, tokens) == 0:
+        if tokens.shape[1] < allocator.block_size:
             return self, allocator
         return self._insert(allocator, tokens, salts)
 
@@ -186,10 +180,9 @@ class PrefixCache:
     def _insert(
         self, allocator: BlockAllocator, tokens: jax.Array, salts: jax.Array
     ) -> tuple[PrefixCache, BlockAllocator]:
-        num_columns, lengths = self._num_columns(allocator, tokens), allocator.lengths
+        lengths = allocator.lengths
         num_full = jnp.where(lengths <= tokens.shape[1], lengths // allocator.block_size, 0)
-        blocks = _cut(tokens, lengths, num_columns, allocator.block_size)
-        return self.insert_blocks(allocator, blocks, num_full, salts)[:2]
+        return self.insert_blocks(allocator, _in_blocks(allocator, tokens, lengths), num_full, salts)[:2]
 
     def find(
         self, allocator: BlockAllocator, blocks: jax.Array, num_full: jax.Array, salts: jax.Array
@@ -278,9 +271,6 @@ class PrefixCache:
         allocator = dataclasses.replace(allocator, pool=allocator.pool.forget())
         return dataclasses.replace(self, listing=self.listing.clear()), allocator
 
-    def _num_columns(self, allocator: BlockAllocator, tokens: jax.Array) -> int:
-        return min(tokens.shape[1] // allocator.block_size, allocator.block_tables.shape[-1])
-
     def check_sizes(self, allocator: BlockAllocator) -> None:
         sizes, wanted = self.listing.sizes, (allocator.num_blocks, allocator.block_size, allocator.num_groups)
         if sizes != wanted:
@@ -290,15 +280,9 @@ class PrefixCache:
 
     def _check(self, allocator: BlockAllocator, tokens: Any, salts: Any) -> tuple[jax.Array, jax.Array]:
         self.check_sizes(allocator)
-        tokens = jnp.asarray(tokens)
-        num_seqs = allocator.lengths.shape[0]
-        if tokens.ndim != 2 or tokens.shape[0] != num_seqs or tokens.dtype != jnp.int32:
-            raise ValueError(
-                f"tokens must be int32 [{num_seqs}, width], a row for each sequence; "
-                f"got {tokens.dtype} {list(tokens.shape)}."
-            )
-        salts = jnp.zeros(num_seqs, jnp.int32) if salts is None else salts
-        return tokens, allocator._rows("salts", salts, jnp.int32)
+        num_seqs = len(allocator.lengths)
+        tokens = checked_array("tokens", tokens, num_seqs, "width", which="a row for each sequence")
+        return tokens, jnp.zeros(num_seqs, jnp.int32) if salts is None else allocator._rows("salts", salts)
 
 
 def _entries(allocator: BlockAllocator, num_columns: int) -> tuple[jax.Array, jax.Array]:
@@ -308,22 +292,24 @@ def _entries(allocator: BlockAllocator, num_columns: int) -> tuple[jax.Array, ja
     return tuple(x[:, :num_columns].reshape(shape) for x in (allocator.rows, is_entry))  # type: ignore[return-value]
 
 
-def _cut(tokens: jax.Array, lengths: jax.Array, num_columns: int, block_size: int) -> jax.Array:
+def _in_blocks(allocator: BlockAllocator, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
     """Rows with the newest token last -> the full blocks from the first token on, `[seqs, columns, block_size]`."""
+    width, block_size = tokens.shape[1], allocator.block_size
+    num_columns = min(width // block_size, allocator.block_tables.shape[-1])
     position = jnp.arange(num_columns * block_size, dtype=jnp.int32)[None]
-    column = jnp.clip(tokens.shape[1] - lengths[:, None] + position, 0, tokens.shape[1] - 1)
-    return jnp.take_along_axis(tokens, column, axis=1).reshape(-1, num_columns, block_size)
+    index = jnp.clip(width - lengths[:, None] + position, 0, width - 1)
+    return jnp.take_along_axis(tokens, index, axis=1).reshape(-1, num_columns, block_size)
 
 
 def _first_columns(counts: jax.Array, num_columns: int) -> jax.Array:
-    """The first columns of each row, bool `[rows, columns]`, so many of each."""
+    """The first `counts` columns of each row, bool `[rows, columns]`."""
     return jnp.arange(num_columns, dtype=jnp.int32)[None] < counts[:, None]
 
 
 def _with_cached(
     allocator: BlockAllocator, pool: BlockPool, first: int, own: jax.Array, ids: jax.Array, wanted: jax.Array
 ) -> BlockAllocator:
-    """Rows take cached blocks with the same tokens instead of the wanted blocks of their own, which they let go.
+    """Rows hold cached blocks with the same tokens in place of their own wanted blocks, which they let go.
 
     Args:
         allocator: its tables change.

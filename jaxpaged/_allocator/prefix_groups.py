@@ -16,7 +16,7 @@ from jaxpaged._public_state import public_state
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrefixGroups:
-    """Sequences that begin with the same full blocks, none of which holds a new token.
+    """Sequences that begin with the same full blocks, all without new tokens.
 
     `BlockAllocator.prefix_groups` makes it for one step. The sequences of a group are neighbours. The query tokens
     `starts[g] : starts[g + 1]` belong to group g; tokens outside of all groups share nothing.
@@ -51,7 +51,7 @@ def find(
     differs = (tables != tables[before]) | (jnp.arange(max_blocks, dtype=jnp.int32)[None] >= most[:, None])
     shared = jnp.where(differs.any(axis=1), jnp.argmax(differs, axis=1).astype(jnp.int32), max_blocks)
 
-    # 2. For every number of blocks in `shared`: the run of neighbours around each sequence that share as many. Of n
+    # 2. For every number of blocks in `shared`: the run of neighbours around each sequence that share them. Of n
     # blocks that m sequences share, each skips reading n - n / m.
     begins = ~is_empty[:, None] & (shared[:, None] < shared[None])  # [seqs, levels]
     first = lax.cummax(jnp.where(begins, seqs[:, None], 0), axis=0)
@@ -77,7 +77,7 @@ def find(
     num_blocks = jnp.where(is_member, num_blocks, 0)
     run = jnp.where(num_blocks > 0, run, -1)
 
-    # 4. The first sequence of each group. There are the most groups if sequences alone and groups of two take turns.
+    # 4. The first sequence of each group. There are the most groups if sequences alone and groups of two alternate.
     (firsts,) = jnp.nonzero(~joins(run, num_blocks), size=(2 * num_seqs + 1) // 3, fill_value=num_seqs)
     firsts = firsts.astype(jnp.int32)
     starts = token_starts[jnp.append(firsts, num_seqs)].at[0].set(token_starts[0])

@@ -19,7 +19,7 @@ class PrefixMatch:
     num_asked: jax.Array  # int32 [seqs], full blocks that were looked up
     num_found: jax.Array  # int32 [seqs], those that were found, in each group
     ids: jax.Array  # int32 [seqs, groups, columns]
-    begin: jax.Array  # bool [seqs, groups, columns]: those that a row begins with, without what its window has passed
+    begin: jax.Array  # bool [seqs, groups, columns]: those that a row begins with, not those its window has passed
 
     @property
     def num_blocks(self) -> jax.Array:
@@ -28,13 +28,13 @@ class PrefixMatch:
 
 
 def longest_matches(allocator: BlockAllocator, num_asked: jax.Array, ids: jax.Array, there: jax.Array) -> PrefixMatch:
-    """The most blocks behind which no group lacks a block that its window shows there.
+    """The longest prefixes after which each group has all blocks that its window shows there.
 
     Args:
         allocator: with the windows.
         num_asked: int32 `[seqs]`.
         ids: int32 `[groups, seqs, columns]`.
-        there: bool, in that shape: which of them are cached. In the first group, none behind one that is not.
+        there: bool, in that shape: which of them are cached. In the first group, none after one that is not.
     """
     column = jnp.arange(ids.shape[2], dtype=jnp.int32)
     first = allocator.num_passed_at((column + 1) * allocator.block_size)[:, None]  # [groups, 1, columns]

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxpaged._allocator.block_pool import BlockPool
 from jaxpaged._allocator.state import AllocatorState
 from jaxpaged._one_program import one_program
 
@@ -29,32 +30,24 @@ def fork[S: AllocatorState](allocator: S, parents: jax.Array, replace: bool) -> 
     # it. Inheriting is sound only if the parent is surely replaced, that is, if no row is refused.
     first = jnp.full(num_seqs, num_seqs, jnp.int32).at[jnp.where(legal, parents, num_seqs)].min(rows, mode="drop")
     heir = legal & legal[parents] & (first[parents] == rows)
-    needed = (legal & partial & ~heir).astype(jnp.int32)
-    enough = num_groups * needed.sum(dtype=jnp.int32) <= allocator.num_free
-    heir &= enough
-    needed = (legal & partial & ~heir).astype(jnp.int32)
-    needed = allocator.per_row(needed)
-    ok, starts, total = allocator.grant(legal, needed)
+    heir &= num_groups * (legal & partial & ~heir).sum(dtype=jnp.int32) <= allocator.num_free
 
     # 2. The tables, with the new blocks in them.
-    are_ok, entry = allocator.per_row(ok), allocator.per_row(entry)
-    ids, copied = _read_once(allocator.pool.peek(starts), are_ok & (needed > 0))
-    source_ids = tables.at[jnp.arange(len(tables), dtype=jnp.int32), entry].get(mode="clip")
-    is_copy = copied[:, None] & (jnp.arange(tables.shape[1], dtype=jnp.int32)[None] == entry[:, None])
-    tables = jnp.where(is_copy, ids[:, None], tables)
+    entry = allocator.per_row(entry)
+    needs_copy = allocator.per_row(legal & partial & ~heir)
+    ok, pool, copied_tables, is_copy, copies = _with_copies(allocator, tables, entry, legal, needs_copy)
+    are_ok = allocator.per_row(ok)
 
     # 3. The children hold the shared blocks, and let go of their old ones.
-    pool = allocator.pool.take(total)
     pool = pool.share(tables, are_ok[:, None] & ~is_copy & children.is_entry(lengths))
     if replace:
         pool = pool.let_go(allocator.rows, are_ok[:, None] & allocator.is_entry(allocator.lengths))
     forked = allocator.with_rows(
-        jnp.where(are_ok[:, None], tables, allocator.rows),
+        jnp.where(are_ok[:, None], copied_tables, allocator.rows),
         jnp.where(ok, lengths, allocator.lengths),
         pool,
         None if num_passed is None else num_passed[:, jnp.where(ok, parents, rows)],
     )
-    copies = jnp.where(copied, source_ids, 0), jnp.where(copied, ids, 0)
     return forked, copies, ok | unchanged
 
 
@@ -67,24 +60,39 @@ def rollback[S: AllocatorState](allocator: S, lengths: jax.Array) -> tuple[S, Co
     entry, partial = lengths // allocator.block_size, lengths % allocator.block_size > 0
     cut = legal & partial & (lengths < allocator.lengths)  # ends inside a block, whose further tokens are dropped
     entry = allocator.per_row(entry)
-    last_ids = tables.at[jnp.arange(len(tables), dtype=jnp.int32), entry].get(mode="clip")
+    last_ids = _entries(tables, entry)
     kept_by_others = (allocator.pool.extra_holders[last_ids] > 0) | (
         allocator.pool.cached_at[last_ids] == allocator.num_blocks
     )
     (kept_by_others,) = _read_once(kept_by_others)
-    needed = (allocator.per_row(cut) & kept_by_others).astype(jnp.int32)
-    ok, starts, total = allocator.grant(legal, needed)
-    ids, copied = _read_once(allocator.pool.peek(starts), allocator.per_row(ok) & (needed > 0))
+    needs_copy = allocator.per_row(cut) & kept_by_others
+    ok, pool, copied_tables, is_copy, copies = _with_copies(allocator, tables, entry, legal, needs_copy)
     lengths = jnp.where(ok, lengths, allocator.lengths)
     if num_passed is not None:
         num_passed = jnp.where(lengths == 0, 0, num_passed)
+    stays = allocator.is_entry(lengths)
+    pool = pool.let_go(tables, allocator.is_entry(allocator.lengths) & (is_copy | ~stays))
+    return allocator.with_rows(jnp.where(stays, copied_tables, 0), lengths, pool, num_passed), copies, ok
 
-    is_copy = copied[:, None] & (jnp.arange(tables.shape[1], dtype=jnp.int32)[None] == entry[:, None])
-    stays = allocator.is_entry(lengths) & ~is_copy
-    pool = allocator.pool.take(total).let_go(tables, allocator.is_entry(allocator.lengths) & ~stays)
-    tables = jnp.where(is_copy, ids[:, None], jnp.where(stays, tables, 0))
-    copies = jnp.where(copied, last_ids, 0), jnp.where(copied, ids, 0)
-    return allocator.with_rows(tables, lengths, pool, num_passed), copies, ok
+
+def _with_copies(
+    allocator: AllocatorState, tables: jax.Array, entry: jax.Array, legal: jax.Array, needs_copy: jax.Array
+) -> tuple[jax.Array, BlockPool, jax.Array, jax.Array, Copies]:
+    """Grants blocks to rows that need a copy of the block at their `entry` of `tables`, int32 `[groups * seqs]`.
+
+    Returns which sequences are granted all that they need, the pool without the blocks, the tables with them, in which
+    entries they are, and the copies.
+    """
+    needed = needs_copy.astype(jnp.int32)
+    ok, starts, total = allocator.grant(legal, needed)
+    ids, is_copied = _read_once(allocator.pool.peek(starts), allocator.per_row(ok) & needs_copy)
+    is_copy = is_copied[:, None] & (jnp.arange(tables.shape[1], dtype=jnp.int32)[None] == entry[:, None])
+    copies = jnp.where(is_copied, _entries(tables, entry), 0), jnp.where(is_copied, ids, 0)
+    return ok, allocator.pool.take(total), jnp.where(is_copy, ids[:, None], tables), is_copy, copies
+
+
+def _entries(tables: jax.Array, entry: jax.Array) -> jax.Array:
+    return tables.at[jnp.arange(len(tables), dtype=jnp.int32), entry].get(mode="clip")
 
 
 def _read_once(*values: jax.Array) -> tuple[jax.Array, ...]:

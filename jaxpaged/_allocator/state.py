@@ -29,7 +29,7 @@ def num_passed_blocks(window: Window, lengths: jax.Array, block_size: int) -> ja
 def most_blocks[T: (int, jax.Array)](
     windows: Sequence[Window], num_blocks: T, block_size: int, chunk_tokens: int = 1
 ) -> T:
-    """The most that sequences of `num_blocks` blocks hold in all groups, if they grow by so many tokens at a time."""
+    """The most that sequences of `num_blocks` blocks hold in all groups, if they grow by `chunk_tokens` at a time."""
     minimum = min if isinstance(num_blocks, int) else jnp.minimum
     shown = [w if w is None else w - 1 + chunk_tokens - 1 for w in windows]  # before the newest token
     most = [num_blocks if tokens is None else minimum(num_blocks, -(-tokens // block_size) + 1) for tokens in shown]
@@ -59,10 +59,6 @@ class AllocatorState:
     def per_row(self, of_seqs: jax.Array) -> jax.Array:
         """`[groups * seqs, ...]` from `[seqs, ...]`."""
         return of_seqs if self.num_groups == 1 else jnp.concatenate([of_seqs] * self.num_groups)
-
-    def per_group(self, of_rows: jax.Array) -> jax.Array:
-        """`[groups, seqs, ...]` from `[groups * seqs, ...]`; without the first axis if there is one group."""
-        return of_rows if self.num_groups == 1 else of_rows.reshape(self.num_groups, -1, *of_rows.shape[1:])
 
     @property
     def num_blocks(self) -> int:
@@ -179,7 +175,7 @@ class AllocatorState:
         )
 
     def let_go_passed(self, seqs: jax.Array, most: int) -> Self:
-        """The marked sequences give back blocks that their windows have passed, in each group at most so many."""
+        """The marked sequences give back blocks that their windows have passed, at most `most` in each group."""
         if self.num_passed is None:
             return self
         passed = self.num_passed_at(self.lengths)

@@ -18,7 +18,7 @@ NULL_BLOCKS = 1
 
 @dataclasses.dataclass(frozen=True)
 class CacheCapacity:
-    """What fits into a memory, from `cache_capacity`. `str` of it is two lines of text.
+    """The capacity of a memory, from `cache_capacity`. `str` of it is two lines of text.
 
     Attributes:
         block_size: tokens in a block.
@@ -92,8 +92,8 @@ def cache_capacity(
 
     Raises:
         ValueError: a size that is no int or below 1, no length, one above `max_length`, a dtype or scale that
-            `KVCache.create` does not take, windows of another number of layers, or a memory too small for one block
-            beside the null block.
+            `KVCache.create` does not accept, windows of another number of layers, or a memory too small for one block
+            and the null block.
 
     Example:
         >>> import jaxpaged
@@ -123,7 +123,7 @@ def cache_capacity(
     groups = layer_groups(windows)
     granularity = checked_granularity(dtype, scale_per)
 
-    widths = [head_dim] if is_latent else [head_dim, value_dim]  # of the arrays, each with its scales
+    widths = [head_dim] if is_latent else [head_dim, value_dim]  # one for each array
     scale_bytes = SCALE_BYTES if granularity == "token_head" else 0
     head_bytes = sum(width * jnp.dtype(dtype).itemsize + scale_bytes for width in widths)
     bytes_per_token = num_layers * num_kv_heads * head_bytes

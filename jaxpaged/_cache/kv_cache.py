@@ -19,7 +19,7 @@ from jaxpaged._public_state import public_state
 CACHE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
 Granularity = Literal["tensor", "head", "token_head"]
 
-# The largest number of each 8-bit dtype. What is larger would become NaN (float8_e4m3fn), infinity (float8_e5m2), or
+# The largest number of each 8-bit dtype. A larger one would become NaN (float8_e4m3fn), infinity (float8_e5m2), or
 # anything at all (int8), so that writing clips to it. int8 leaves -128 out: its scale then serves both signs.
 LARGEST = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.float8_e5m2): 57344.0, jnp.dtype(jnp.int8): 127.0}
 
@@ -75,11 +75,11 @@ class KVCache:
             block_size: tokens in a block.
             num_kv_heads: KV heads.
             head_dim: numbers a head; of keys, if values have other sizes.
-            value_dim: numbers of a value; None: as many as of a key. A latent cache needs it.
+            value_dim: numbers of a value; None: the same number as in a key. A latent cache needs it.
             is_latent: whether values are the first `value_dim` numbers of the keys, and not kept apart: the latent
                 vector and the rotary key of multi-head latent attention, `num_kv_heads=1, head_dim=576, value_dim=512`.
             dtype: bfloat16, float16 or float32; or float8_e4m3fn, float8_e5m2, int8, to which `write_kv` quantises. The
-                kernels for GPUs take queries in the cache's dtype or an 8-bit cache, and no float32.
+                kernels for GPUs accept queries in the cache's dtype or an 8-bit cache, and no float32.
             num_layers: None for one layer's cache; a number for a stack of that many.
             scale_per: what has its own scale in a quantised cache. "token_head", the default there: each token and KV
                 head; `write_kv` computes the scale and stores it, 4 bytes. "head" or "tensor": each KV head, or all
@@ -112,18 +112,17 @@ class KVCache:
         granularity = checked_granularity(dtype, scale_per)
         layers = () if num_layers is None else (checked_size("num_layers", num_layers),)
         shape = layers + shape
-        k_scale = _create_scale("k_scale", k_scale, granularity, jnp.dtype(dtype), layers, shape)
-        num_bytes = math.prod(shape[:-1]) * (head_dim + (0 if is_latent else value_dim)) * jnp.dtype(dtype).itemsize
+        dtype = jnp.dtype(dtype)
+        num_bytes = math.prod(shape[:-1]) * (head_dim + (0 if is_latent else value_dim)) * dtype.itemsize
         check_memory(num_bytes, f"a cache of {num_blocks} blocks needs {num_bytes / 1e9:.1f} GB")
-        if is_latent:
-            if v_scale is not None:
-                raise ValueError("the values of a latent cache have the scale of its keys: leave v_scale out.")
-            return cls(k=jnp.zeros(shape, dtype), v=None, k_scale=k_scale, value_dim=value_dim)
+        if is_latent and v_scale is not None:
+            raise ValueError("the values of a latent cache have the scale of its keys: leave v_scale out.")
         return cls(
             k=jnp.zeros(shape, dtype),
-            v=jnp.zeros((*shape[:-1], value_dim), dtype),
-            k_scale=k_scale,
-            v_scale=_create_scale("v_scale", v_scale, granularity, jnp.dtype(dtype), layers, shape),
+            v=None if is_latent else jnp.zeros((*shape[:-1], value_dim), dtype),
+            k_scale=_create_scale("k_scale", k_scale, granularity, dtype, layers, shape),
+            v_scale=None if is_latent else _create_scale("v_scale", v_scale, granularity, dtype, layers, shape),
+            value_dim=value_dim if is_latent else None,
         )
 
 
@@ -141,7 +140,7 @@ def checked_value_dim(head_dim: int, value_dim: int | None, *, is_latent: bool) 
 
 
 def checked_granularity(dtype: DTypeLike, scale_per: str | None) -> Granularity | None:
-    """What has its own scale in a cache of this dtype; None if it is not quantised.
+    """The granularity of scales in a cache of this dtype; None if it is not quantised.
 
     Raises:
         ValueError: no dtype of a cache, no granularity, or one that does not go with the dtype.
@@ -177,7 +176,7 @@ def _create_scale(
     if value is None and dtype == jnp.int8:
         raise ValueError(
             f"an int8 cache with {scale_per=} needs {name}, from jaxpaged.ops.kv_scale; "
-            'or take scale_per="token_head", which needs none.'
+            'or use scale_per="token_head", which needs none.'
         )
     heads = () if scale_per == "tensor" else (shape[-2],)
     array = jnp.ones((), jnp.float32) if value is None else jnp.asarray(value)
@@ -185,10 +184,9 @@ def _create_scale(
         raise ValueError(f"{name} with {scale_per=} must be {[*layers, *heads]}; got {list(array.shape)}.")
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(f"{name} must be float32; got {array.dtype}.")
-    if array.shape == layers and not heads:
-        array = array.reshape(*layers, *(1 for _ in layers))
-    stored = (*layers, *(heads or (1,))) if layers else heads
-    array = array.reshape((1,) * (len(stored) - array.ndim) + array.shape)
+    stored = (*layers, *heads)
+    if layers and not heads:
+        array, stored = array.reshape(-1, 1), (*layers, 1)
     return jnp.broadcast_to(array, stored).astype(jnp.float32)
 
 
@@ -213,6 +211,8 @@ def check_cache(cache: KVCache) -> None:
             "k and v of a cache must be [blocks, block_size, kv_heads, head_dim], or that with a leading layer axis, "
             f"of one dtype, and alike but for their last axis; got {k.shape=}, {v.shape=}, {k.dtype=!s}, {v.dtype=!s}."
         )
+    layers, kv_heads = k.shape[:-4], k.shape[-2]
+    scale_shapes = k.shape[:-1], (*layers, kv_heads), (*layers, 1) if layers else ()
     scales = dict(k_scale=cache.k_scale) if v is None else dict(k_scale=cache.k_scale, v_scale=cache.v_scale)
     for name, scale in scales.items():
         if (scale is None) != (k.dtype not in LARGEST):
@@ -220,19 +220,12 @@ def check_cache(cache: KVCache) -> None:
                 f"a quantised cache has scales and no other has them; got {k.dtype=!s} and {name} "
                 f"{'missing' if scale is None else list(scale.shape)}. Create it with KVCache.create(scale_per=...)."
             )
-        if scale is not None and not _scale_fits(scale.shape, k.shape):
+        if scale is not None and scale.shape not in scale_shapes:
             raise ValueError(
                 f"{name} must be [], [kv_heads] or [blocks, block_size, kv_heads], in a stack [layers, 1], "
                 f"[layers, kv_heads] or [layers, blocks, block_size, kv_heads]; "
                 f"got {list(scale.shape)} with {k.shape=}."
             )
-
-
-def _scale_fits(scale: tuple[int, ...], pool: tuple[int, ...]) -> bool:
-    kv_heads = pool[-2]
-    if scale == pool[:-1]:
-        return True
-    return scale in (((pool[0], 1), (pool[0], kv_heads)) if len(pool) == 5 else ((), (kv_heads,)))
 
 
 def map_blocks(function: Callable[..., jax.Array], cache: KVCache, *others: KVCache) -> KVCache:

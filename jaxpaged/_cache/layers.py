@@ -21,7 +21,7 @@ from jaxpaged._public_state import public_state
 @final
 class CacheLayer:
     """Layer `index` of a stack, for a scan over layers. `write_kv`, `rotate_and_write_kv`, `attend` and the Flax
-    modules take it in place of a `KVCache`; writes and modules return it with the new stack. Nothing is copied.
+    modules accept it in place of a `KVCache`; writes and modules return it with the new stack. Nothing is copied.
     Slicing a layer out of the stack would copy that layer.
 
     Attributes:
@@ -56,7 +56,7 @@ class CacheLayer:
         """
         k = self.stack.k
         if k.ndim != 5:
-            raise ValueError(f"CacheLayer takes a stack [layers, blocks, ...]; got {k.shape=}.")
+            raise ValueError(f"CacheLayer needs a stack [layers, blocks, ...]; got {k.shape=}.")
         if math.prod(k.shape[:3]) >= 2**31:
             raise ValueError(f"slots are int32: a stack holds less than 2^31 of them; got {k.shape=}.")
 
@@ -71,11 +71,8 @@ class CacheLayer:
 
     def with_pool(self, pool: KVCache) -> CacheLayer:
         """This layer of the stack that `pool` is. Scales of a tensor or a head do not change."""
-
-        def unfold(old: jax.Array, new: jax.Array) -> jax.Array:
-            return new.reshape(old.shape)
-
-        return CacheLayer(map_blocks(unfold, self.stack, pool), self.index)
+        unfolded = map_blocks(lambda old, new: new.reshape(old.shape), self.stack, pool)
+        return CacheLayer(unfolded, self.index)
 
     def block_tables(self, block_tables: ArrayLike) -> jax.Array:
         """Block tables `[seqs, max_blocks]` of the allocator, shifted to this layer's blocks in `pool`."""

@@ -12,7 +12,7 @@ from jaxpaged._dtypes import checked_dtype
 # A vector of zeros, or of numbers that no one can tell from zero, must not divide by zero, and its scale must stay a
 # normal float32, which GPUs do not flush to zero.
 LEAST_SCALE = 1e-30
-# An infinity is taken for this, so that its scale times the dtype's largest number is finite again.
+# An infinity counts as this, so that its scale times the dtype's largest number is finite again.
 MOST = 3.4e38
 
 
@@ -59,11 +59,11 @@ def kv_scale(x: ArrayLike, dtype: DTypeLike, scale_per: Granularity) -> jax.Arra
 def quantise(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
     """x `[..., kv_heads, head_dim]` over its scale (of `x.shape[:-1]`, or fewer axes), rounded to the nearest number.
 
-    Saturates: what lies beyond the dtype's largest number becomes that, infinities too. NaN stays NaN in float8; int8
+    Saturates: a number beyond the dtype's largest one becomes that, infinities too. NaN stays NaN in float8; int8
     has none, and gets 0 (with a scale a token and head, the scale is NaN then).
     """
     largest = LARGEST[jnp.dtype(dtype)]
-    scale = scale.reshape((1,) * (x.ndim - 1 - scale.ndim) + scale.shape)
+    scale = jnp.broadcast_to(scale, x.shape[:-1])
     steps = jnp.clip(x.astype(jnp.float32) / scale[..., None], -largest, largest)
     if dtype == jnp.int8:
         steps = jnp.round(jnp.where(jnp.isnan(steps), 0.0, steps))
@@ -94,8 +94,7 @@ def widen_kv(cache: KVCache, dtype: DTypeLike = jnp.float32) -> KVCache:
             return pool.astype(dtype)
         if scale.ndim == 2:  # [layers, 1 or kv_heads], of a stack
             scale = scale[:, None, None]
-        factor = jnp.broadcast_to(scale.reshape((1,) * (pool.ndim - 1 - scale.ndim) + scale.shape), pool.shape[:-1])
-        return (pool.astype(jnp.float32) * factor[..., None]).astype(dtype)
+        return (pool.astype(jnp.float32) * jnp.broadcast_to(scale, pool.shape[:-1])[..., None]).astype(dtype)
 
     v = None if cache.v is None else widen(cache.v, cache.v_scale)
     return KVCache(k=widen(cache.k, cache.k_scale), v=v, value_dim=cache.value_dim)

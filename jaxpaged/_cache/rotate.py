@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer, pools_of
 from jaxpaged._cache.write import write_kv
-from jaxpaged._integers import as_int32
+from jaxpaged._integers import checked_array
 from jaxpaged._one_program import one_program
 
 
@@ -35,11 +35,11 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
         x'_{i + d/2} = x_{i + d/2} cos(p f_i) + x_i sin(p f_i),    i < d/2,    d = 2 len(frequencies)
 
     Dimensions from d on stay as they are. In a latent cache the values, the first dimensions, stay as they are, and the
-    rotation begins behind them. With `interleaved` a pair is x_{2i} and x_{2i + 1}.
+    rotation begins after them. With `interleaved` a pair is x_{2i} and x_{2i + 1}.
 
     It writes `write_kv` of v and of the rotated k, rounded to k's dtype. Under `jax.jit` on a GPU, XLA makes one kernel
     each of q, k and v, which reads the new tokens and writes the results, quantised or not. Scales of each token and
-    head take four more kernels, which compute and write them (six for thousands of tokens).
+    head need four more kernels, which compute and write them (six for thousands of tokens).
 
     Args:
         cache: one layer's cache, or a layer of a stack.
@@ -74,16 +74,13 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
         >>> bool((cache.k[1, 0] == q[0]).all())
         True
     """
-    q, k, positions = jnp.asarray(q), jnp.asarray(k), as_int32(positions)
+    q, k = jnp.asarray(q), jnp.asarray(k)
     if q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q and k must differ in their heads alone; got {q.shape=}, {k.shape=}.")
     for name, x in (("q", q), ("k", k)):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"{name} must be floating point; got {name}.dtype={x.dtype}.")
-    if positions.shape != k.shape[:-2] or positions.dtype != jnp.int32:
-        raise ValueError(
-            f"positions must be int32 {list(k.shape[:-2])}, one a token; got {positions.dtype} {list(positions.shape)}."
-        )
+    positions = checked_array("positions", positions, *k.shape[:-2], which="one a token")
     start = pools_of(cache).value_dim or 0
     head_dim = k.shape[-1] - start  # that can be rotated
     if frequencies is not None and not 0 < 2 * len(frequencies) <= head_dim:
@@ -115,7 +112,7 @@ def cos_sin(positions: jax.Array, frequencies: jax.Array) -> tuple[jax.Array, ja
 
 @one_program("interleaved", "start")
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool, start: int) -> jax.Array:
-    """The dimensions from `start` on, as many as there are cosines for."""
+    """The dimensions from `start` on, two for each cosine."""
     end = start + 2 * cos.shape[-1]
     pairs = x[..., start:end].astype(jnp.float32)
     first, second = (pairs[..., 0::2], pairs[..., 1::2]) if interleaved else jnp.split(pairs, 2, axis=-1)

@@ -11,12 +11,15 @@ from jaxpaged._cache.layers import CacheLayer, pools_of
 from jaxpaged._cache.quantise import kv_scale, quantise
 from jaxpaged._one_program import one_program
 
-# What a rotary number is divided by, and what its rest is multiplied by. The steps of int8 are equal: a rotary number
-# may be 64 times as large as the latent ones before it makes their steps coarser, and its rest, half a step at most, is
-# one of 250 steps. float8 rounds to 1/16 or 1/8 of a number. A rest must not become the largest number of its token,
-# which sets the scale. [cpu/latent_forms of benchmarks/results/]
-_DIVISOR = {jnp.dtype(jnp.int8): 64.0, jnp.dtype(jnp.float8_e4m3fn): 1.0, jnp.dtype(jnp.float8_e5m2): 1.0}
-_GAIN = {jnp.dtype(jnp.int8): 250.0, jnp.dtype(jnp.float8_e4m3fn): 8.0, jnp.dtype(jnp.float8_e5m2): 4.0}
+# The divisor of a rotary number, and the factor of its rest. The steps of int8 are equal: a rotary number may be 64
+# times as large as the latent ones before it makes their steps coarser, and its rest, half a step at most, is one of
+# 250 steps. float8 rounds to 1/16 or 1/8 of a number. A rest must not become the largest number of its token, which
+# sets the scale. [cpu/latent_forms of benchmarks/results/]
+_FACTORS = {
+    jnp.dtype(jnp.int8): (64.0, 250.0),
+    jnp.dtype(jnp.float8_e4m3fn): (1.0, 8.0),
+    jnp.dtype(jnp.float8_e5m2): (1.0, 4.0),
+}
 
 
 def split_rotary(cache: KVCache | CacheLayer, q: ArrayLike, k: ArrayLike) -> tuple[jax.Array, jax.Array]:
@@ -25,7 +28,7 @@ def split_rotary(cache: KVCache | CacheLayer, q: ArrayLike, k: ArrayLike) -> tup
         k = [c, r]  ->  [c, r / d, g (r / d - stored(r / d))]
         q = [a, b]  ->  [a, d b, d b / g],    d and g depend on the cache's dtype
 
-    Their products are those of q and k, and the rotary part is stored with about twice as many bits. The cache has
+    Their products equal those of q and k, and the rotary part is stored with about twice the bits. The cache has
     `value_dim + 2 * rotary` numbers a token: 512 + 64 become 640, with the scale 644 bytes. Calibrate the scale
     of a head or tensor with keys that this function returned.
 
@@ -68,19 +71,21 @@ def split_rotary(cache: KVCache | CacheLayer, q: ArrayLike, k: ArrayLike) -> tup
 
 def split_query(pool: KVCache, q: jax.Array) -> jax.Array:
     latent, rotary = jnp.split(q, [pool.value_dim or 0], axis=-1)
-    rotary = rotary * jnp.asarray(_DIVISOR[pool.k.dtype], q.dtype)
-    return jnp.concatenate([latent, rotary, rotary / jnp.asarray(_GAIN[pool.k.dtype], q.dtype)], axis=-1)
+    divisor, gain = (jnp.asarray(factor, q.dtype) for factor in _FACTORS[pool.k.dtype])
+    rotary = rotary * divisor
+    return jnp.concatenate([latent, rotary, rotary / gain], axis=-1)
 
 
 @one_program()
 def split_key(cache: KVCache | CacheLayer, k: jax.Array) -> jax.Array:
     pool = cache.pool if isinstance(cache, CacheLayer) else cache
     dtype, start = pool.k.dtype, pool.value_dim or 0
+    divisor, gain = _FACTORS[dtype]
     latent, rotary = jnp.split(k, [start], axis=-1)
-    first = jnp.concatenate([latent, rotary / jnp.asarray(_DIVISOR[dtype], k.dtype)], axis=-1)
+    first = jnp.concatenate([latent, rotary / jnp.asarray(divisor, k.dtype)], axis=-1)
     scale = pool.k_scale
     if scale is None or scale.ndim == 3:  # the one that `write_kv` will find
         scale = kv_scale(first, dtype, "token_head")
     stored = quantise(first, scale, dtype).astype(jnp.float32) * jnp.broadcast_to(scale, first.shape[:-1])[..., None]
-    rest = (first.astype(jnp.float32) - stored)[..., start:] * _GAIN[dtype]
+    rest = (first.astype(jnp.float32) - stored)[..., start:] * gain
     return jnp.concatenate([first, rest.astype(k.dtype)], axis=-1)

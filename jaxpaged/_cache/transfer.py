@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 from jaxpaged._cache.kv_cache import KVCache, check_cache, map_blocks
 from jaxpaged._cache.pool_rows import put_rows, take_rows
 from jaxpaged._cache.write import scatter_slots
-from jaxpaged._integers import as_int32
+from jaxpaged._integers import checked_array
 from jaxpaged._on_shards import on_shards
 from jaxpaged._one_program import one_program
 
@@ -88,11 +88,12 @@ def scatter_kv(cache: KVCache, contiguous: KVCache, block_tables: ArrayLike, len
     check_cache(contiguous)
     slots = _token_slots(cache, block_tables, lengths)
     _check_contiguous(contiguous, cache, *slots.shape)
-    num_layers = cache.k.shape[0] if _layer_axes(cache) else 1
-    num_slots = cache.k.shape[-4] * cache.k.shape[-3]
+    num_layers, num_blocks = layers_and_blocks(cache.k, cache)
+    num_slots = num_blocks * cache.k.shape[-3]
     if num_layers * num_slots >= 2**31:
         raise ValueError(f"slots are int32: a stack holds less than 2^31 of them; got {cache.k.shape=}.")
-    in_layers = _in_every_layer(slots.ravel(), num_layers, num_slots, slots.ravel() < num_slots)
+    slots = slots.ravel()
+    in_layers = _in_every_layer(slots, num_layers, num_slots, slots < num_slots)
 
     def scatter(pool: jax.Array, tokens: jax.Array) -> jax.Array:
         return scatter_slots(pool, tokens.reshape(-1, *tokens.shape[_layer_axes(cache) + 2 :]), in_layers)
@@ -118,7 +119,7 @@ def take_blocks(pool: jax.Array, ids: jax.Array, cache: KVCache) -> jax.Array:
 def put_blocks(pool: jax.Array, blocks: jax.Array, ids: jax.Array, cache: KVCache) -> jax.Array:
     """The inverse; the ids are legal and distinct, or below zero, which drops a block.
 
-    Two that are the same may only be given the same block: XLA is told that no two writes meet.
+    Equal ids may only get equal blocks: XLA may assume that no two writes meet.
     """
     num_layers, num_blocks = layers_and_blocks(pool, cache)
     block = pool.shape[_layer_axes(cache) + 1 :]
@@ -140,7 +141,7 @@ def _only_where(mask: jax.Array, values: jax.Array, cache: KVCache) -> jax.Array
 
 @one_program("num_layers", "stride")
 def _in_every_layer(ids: jax.Array, num_layers: int, stride: int, legal: jax.Array | None = None) -> jax.Array:
-    """[ids] -> [layers * ids], shifted to each layer of a stack that is seen as one pool. What is not legal becomes
+    """[ids] -> [layers * ids], shifted to each layer of a stack that is seen as one pool. Other ids become
     distinct numbers below zero."""
     shifted = (jnp.arange(num_layers, dtype=jnp.int32)[:, None] * stride + ids[None]).ravel()
     if legal is None:
@@ -164,17 +165,9 @@ def distinct(ids: jax.Array, num_blocks: int) -> jax.Array:
 
 
 def _token_slots(cache: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> jax.Array:
-    """The slot of each token of each sequence, int32 [seqs, tokens]; the number of slots if there is none."""
-    block_tables, lengths = as_int32(block_tables), as_int32(lengths)
-    if block_tables.ndim != 2 or block_tables.dtype != jnp.int32:
-        raise ValueError(
-            f"block_tables must be int32 [seqs, max_blocks]; got {block_tables.dtype} {list(block_tables.shape)}."
-        )
-    if lengths.shape != block_tables.shape[:1] or lengths.dtype != jnp.int32:
-        raise ValueError(
-            f"lengths must be int32 [seqs] with seqs={block_tables.shape[0]} as in block_tables; "
-            f"got {lengths.dtype} {list(lengths.shape)}."
-        )
+    """The slot of each token of each sequence, int32 [seqs, tokens]; the number of slots past the length."""
+    block_tables = checked_array("block_tables", block_tables, "seqs", "max_blocks")
+    lengths = checked_array("lengths", lengths, len(block_tables), which="one for each row of block_tables")
     num_blocks, block_size = cache.k.shape[-4:-2]
     if block_tables.size == 0 or block_tables.shape[1] * block_size >= 2**31:
         raise ValueError(
@@ -194,10 +187,7 @@ def _slots_of_tables(block_tables: jax.Array, lengths: jax.Array, num_blocks: in
 
 
 def checked_ids(name: str, ids: ArrayLike) -> jax.Array:
-    array = as_int32(ids)
-    if array.ndim != 1 or array.dtype != jnp.int32:
-        raise ValueError(f"{name} must be int32, of one axis; got {array.dtype} {list(array.shape)}.")
-    return array
+    return checked_array(name, ids, "pairs")
 
 
 def _check_contiguous(contiguous: KVCache, cache: KVCache, num_blocks: int, block_size: int) -> None:

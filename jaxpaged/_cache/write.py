@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxpaged._cache.kv_cache import KVCache, check_cache
-from jaxpaged._cache.layers import CacheLayer
+from jaxpaged._cache.layers import CacheLayer, pools_of
 from jaxpaged._cache.pool_rows import put_rows
 from jaxpaged._cache.quantise import kv_scale, quantise
 from jaxpaged._debug import check_write
@@ -56,11 +56,16 @@ def write_kv[C: (KVCache, CacheLayer)](cache: C, k: ArrayLike, v: ArrayLike | No
     new_k, new_v, slots = jnp.asarray(k), None if v is None else jnp.asarray(v), as_int32(slots)
     if slots.dtype != jnp.int32:
         raise ValueError(f"slots must be int32; got {slots.dtype=!s}. Cast with .astype(jnp.int32).")
+    check_cache(pools_of(cache))
     if isinstance(cache, CacheLayer):
-        check_cache(cache.stack)
         layer = cache.with_pool(_write_pool(cache.pool, new_k, new_v, cache.slots(slots)))
         check_write(layer.stack.k, slots)
         return layer
+    if cache.k.ndim != 4:
+        raise ValueError(
+            f"write_kv needs one layer's cache; got {cache.k.shape=}. For a layer of a stack pass "
+            "jaxpaged.CacheLayer(stack, layer)."
+        )
     pool = _write_pool(cache, new_k, new_v, slots)
     check_write(pool.k, slots)
     return pool
@@ -68,12 +73,6 @@ def write_kv[C: (KVCache, CacheLayer)](cache: C, k: ArrayLike, v: ArrayLike | No
 
 @one_program()
 def _write_pool(cache: KVCache, k: jax.Array, v: jax.Array | None, slots: jax.Array) -> KVCache:
-    check_cache(cache)
-    if cache.k.ndim != 4:
-        raise ValueError(
-            f"write_kv takes one layer's cache; got {cache.k.shape=}. For a layer of a stack pass "
-            "jaxpaged.CacheLayer(stack, layer)."
-        )
     if (v is None) != (cache.v is None):
         raise ValueError("v is None for a latent cache, whose values are numbers of k, and for no other cache.")
     k_pool, k_scale = _write("k", cache.k, cache.k_scale, k, slots)

@@ -1,4 +1,4 @@
-"""What a person or a test asks a scheduler, on the host: the invariants that it breaks, and itself as text."""
+"""A scheduler on the host: the invariants that it breaks, and its text."""
 
 import jax
 import numpy as np
@@ -14,8 +14,9 @@ SHOWN_SEATS = 16  # lines of a printed scheduler
 
 def broken_invariants(scheduler: SchedulerState, allocator: BlockAllocator) -> tuple[str, ...]:
     """Names of the broken invariants, one a line below. Those that build on a broken one are not tested."""
+    scheduler, allocator = jax.tree.map(np.asarray, (scheduler, allocator))
     num_requests, max_length = scheduler.tokens.shape
-    seats, statuses, order = (np.asarray(x) for x in (scheduler.seated, scheduler.statuses, scheduler.order))
+    seats, statuses, order = scheduler.seated, scheduler.statuses, scheduler.order
     first = {
         "seats_name_requests": ((seats >= 0) & (seats <= num_requests)).all(),
         "statuses_are_known": np.isin(statuses, list(RequestStatus)).all(),
@@ -25,55 +26,45 @@ def broken_invariants(scheduler: SchedulerState, allocator: BlockAllocator) -> t
     if not all(first.values()):
         return broken_names(first)
 
-    known, limits = np.asarray(scheduler.num_known), np.asarray(scheduler.limits)
-    keys, arrivals = np.asarray(scheduler.keys), np.asarray(scheduler.arrivals)
-    live = np.asarray(scheduler.is_live)
-    lengths = np.asarray(allocator.lengths)
+    known, limits, lengths, live = scheduler.num_known, scheduler.limits, allocator.lengths, scheduler.is_live
     is_seated = seats < num_requests
-    seated = seats[is_seated]
-    served = list(zip(keys[order][live[order]].tolist(), arrivals[order][live[order]].tolist(), strict=True))
+    prefixes = scheduler.prefixes
+    left = num_requests if prefixes is None else prefixes.left  # their rows still hold blocks
+    seated, served = seats[is_seated], order[live[order]]
+    ranked = list(zip(scheduler.keys[served].tolist(), scheduler.arrivals[served].tolist(), strict=True))
     num_blocks = -(-(limits[live] - 1) // allocator.block_size)
     most = [most_blocks(allocator.windows, n, allocator.block_size) for n in num_blocks.tolist()]
-    unused = np.asarray(scheduler.outbox_request_ids)[int(scheduler.num_steps) :]
+    unused = scheduler.outbox_request_ids[int(scheduler.num_steps) :]
     return broken_names(
         {
             "nobody_has_two_seats": len(set(seated.tolist())) == len(seated),
             "the_seated_run": set(seated.tolist()) == set(np.flatnonzero(statuses == RequestStatus.RUNNING).tolist()),
-            "free_seats_hold_no_tokens": not lengths[~is_seated & ~has_left(scheduler)].any(),
+            "free_seats_hold_no_tokens": not lengths[~is_seated & (left == num_requests)].any(),
             "what_is_computed_is_known": (lengths[is_seated] <= known[seated]).all(),
             "the_live_may_grow": ((known >= 1) & (known < limits) & (limits <= max_length))[live].all(),
             "the_live_fit_the_pool": (num_blocks <= allocator.block_tables.shape[-1]).all()
             and all(n < allocator.num_blocks for n in most),
-            "ranks_are_places_in_the_order": (np.asarray(scheduler.ranks)[order] == np.arange(num_requests)).all(),
-            "the_live_stand_in_order": served == sorted(set(served)),
+            "ranks_are_places_in_the_order": (scheduler.ranks[order] == np.arange(num_requests)).all(),
+            "the_live_stand_in_order": ranked == sorted(set(ranked)),
             "unused_rows_of_the_outbox_are_empty": (unused == num_requests).all(),
         }
         | prefix_figures(scheduler, allocator)
     )
 
 
-def has_left(scheduler: SchedulerState) -> np.ndarray:
-    """Free seats whose rows still hold blocks, bool `[seats]`."""
-    left = scheduler.max_requests if scheduler.prefixes is None else scheduler.prefixes.left
-    return np.broadcast_to(np.asarray(left) < scheduler.max_requests, scheduler.seated.shape)
-
-
 def prefix_figures(scheduler: SchedulerState, allocator: BlockAllocator) -> dict[str, object]:
     prefixes = scheduler.prefixes
     if prefixes is None:
         return {}
-    seats, left = np.asarray(scheduler.seated), np.asarray(prefixes.left)
-    holder, lengths = np.minimum(seats, left), np.asarray(allocator.lengths)
-    cached_at, cached = np.asarray(allocator.pool.cached_at), np.asarray(prefixes.cache.listing.tokens)
+    seats, left, block_size = scheduler.seated, prefixes.left, allocator.block_size
+    holder, cached = np.minimum(seats, left), prefixes.cache.listing.tokens
     are_theirs = True
     for seat in np.flatnonzero(holder < scheduler.max_requests):
-        full = np.asarray(allocator.rows)[seat, : lengths[seat] // allocator.block_size]
-        tokens = np.asarray(scheduler.tokens)[holder[seat], : full.size * allocator.block_size].reshape(
-            full.size, allocator.block_size
-        )
-        is_cached = cached_at[full] == allocator.num_blocks
+        full = allocator.rows[seat, : allocator.lengths[seat] // block_size]
+        tokens = scheduler.tokens[holder[seat], : full.size * block_size].reshape(full.size, block_size)
+        is_cached = allocator.pool.cached_at[full] == allocator.num_blocks
         if allocator.num_passed is not None:  # the entries before may be anything
-            is_cached &= np.arange(full.size) >= np.asarray(allocator.num_passed)[0, seat]
+            is_cached &= np.arange(full.size) >= allocator.num_passed[0, seat]
         are_theirs &= bool((cached[full] == tokens)[is_cached].all())
     return {
         "who_left_has_no_seat": ((seats == scheduler.max_requests) | (left == scheduler.max_requests)).all(),
@@ -83,7 +74,7 @@ def prefix_figures(scheduler: SchedulerState, allocator: BlockAllocator) -> dict
 
 
 def describe(scheduler: SchedulerState) -> str:
-    """A line for all requests and one for each seat taken, the first of them."""
+    """A line for all requests and one for each of the first occupied seats."""
     if np.ndim(scheduler.seated) != 1 or isinstance(scheduler.seated, jax.core.Tracer):
         return repr(scheduler)  # under vmap, or while tracing: there are no numbers to show
     seats, statuses = np.asarray(scheduler.seated), np.asarray(scheduler.statuses)

@@ -22,9 +22,8 @@ def plan[S: SchedulerState](
     needed = jnp.where(is_seated & is_open, per_seat(scheduler, scheduler.num_known) - allocator.lengths, 0)
     ranks = seat_ranks(scheduler)
     given = share(needed, ranks, width, is_mixed=is_mixed)
-    if (
-        allocator.num_passed is not None
-    ):  # the pool may be too small for a chunk of the first, but for a token it is not
+    if allocator.num_passed is not None:
+        # The pool has blocks for a token of the first in rank, but perhaps not for its chunk.
         given = jnp.where(ranks == ranks.min(), jnp.minimum(given, num_fitting(allocator)), given)
     is_sampled = (given > 0) & (given == needed)
     num_drafts = jnp.zeros_like(given)

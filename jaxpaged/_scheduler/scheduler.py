@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.prefix_cache import PrefixCache
-from jaxpaged._integers import as_int32, checked_size
+from jaxpaged._integers import as_int32, checked_array, checked_size
 from jaxpaged._public_state import public_state
 from jaxpaged._scheduler import inspection, planning, progress, seats, submission
 from jaxpaged._scheduler.arrays import per_seat
@@ -25,7 +25,7 @@ class Scheduler(SchedulerState):
     """Continuous batching: which request has which seat, and which tokens the next step computes. Immutable.
 
     The seats are the rows of a `BlockAllocator` that nothing else uses. The scheduler knows no model: `plan` says which
-    tokens to compute, you compute them and sample, and `commit` takes the sampled tokens.
+    tokens to compute, you compute them and sample, and `commit` gets the sampled tokens.
 
     There are no phases. A request knows its prompt and its generated tokens; the first `allocator.lengths` of them, in
     the row of its seat, are computed. Prompts, decoding and recomputation after a preemption are the same thing: known
@@ -45,7 +45,7 @@ class Scheduler(SchedulerState):
         seated: int32 `[seats]`, the id of the request in each seat; `max_requests` if the seat is free.
         was_refused: bool `[]`, whether the last plan had too few blocks for a seated request.
         outbox_tokens: int32 `[max_steps, seats * (num_drafts + 1)]`, what was sampled since the last drain.
-        outbox_request_ids: int32, as `outbox_tokens`, for which request; `max_requests` if nothing was sampled.
+        outbox_request_ids: int32, as `outbox_tokens`, the request of each; `max_requests` if nothing was sampled.
         num_steps: int32 `[]`, commits since the last drain.
         next_arrival: int32 `[]`.
         num_computed: int32 `[]`, tokens planned so far; modulo 2^32, as are the next two.
@@ -113,10 +113,8 @@ class Scheduler(SchedulerState):
         """
         max_requests, num_seqs = checked_size("max_requests", max_requests), checked_size("num_seqs", num_seqs)
         max_length, max_steps = checked_size("max_length", max_length), checked_size("max_steps", max_steps)
-        num_stop_ids, num_drafts = (
-            checked_size("num_stop_ids", num_stop_ids, 0),
-            checked_size("num_drafts", num_drafts, 0),
-        )
+        num_stop_ids = checked_size("num_stop_ids", num_stop_ids, 0)
+        num_drafts = checked_size("num_drafts", num_drafts, 0)
         num_adapters = checked_size("num_adapters", num_adapters, 0, MOST_ADAPTERS)
         prefixes = None
         if prefix_cache is not None:
@@ -190,9 +188,7 @@ class Scheduler(SchedulerState):
             ValueError: `requests` is not bool `[max_requests]`, or an allocator with another number of rows.
         """
         self._check(allocator)
-        marked = jnp.asarray(requests)
-        if marked.shape != self.statuses.shape or marked.dtype != jnp.bool_:
-            raise ValueError(f"requests must be bool [{self.max_requests}]; got {marked.dtype} {list(marked.shape)}.")
+        marked = checked_array("requests", requests, self.max_requests, dtype=jnp.bool_)
         return progress.abort(self, allocator, marked)
 
     def admit(self, allocator: BlockAllocator, *, is_open: ArrayLike = True) -> Scheduler:
@@ -240,7 +236,7 @@ class Scheduler(SchedulerState):
             allocator: the allocator whose rows are the seats.
             chunk_tokens: the step has `num_seqs + chunk_tokens` rows (static). 0: one row for each seat, row i
                 for seat i, and no seat gets more than one token.
-            width: fewer rows than that (static), for steps in which few seats are taken or few prompt tokens
+            width: fewer rows than that (static), for steps in which few seats are occupied or few prompt tokens
                 wait. Tokens are packed in seat order. If seats outnumber the rows, the first in rank that need a
                 token get one.
             drafts: int32 `[seats, num_drafts]`, guesses of the tokens that follow each seat's known ones; the first -1
@@ -306,7 +302,7 @@ class Scheduler(SchedulerState):
         """With a prefix cache: requests leave and enter the running batch.
 
         Call it when `is_change_due`, before the next `plan` and before a `drain`; most steps do not need it. Until
-        then, a request that ended or was preempted keeps its blocks, its end is not drained, and nobody is admitted.
+        then, a request that ended or was preempted keeps its blocks, its end is not drained, and none is admitted.
 
         1. The full blocks of all seats are listed in the prefix cache. The blocks of requests that left are free.
         2. Waiting requests are admitted by the rule of `admit`, each with the blocks that are found for it. A block

@@ -1,6 +1,6 @@
 """Seats change hands with a prefix cache: requests that leave list their blocks, and new ones begin with listed blocks.
 
-That takes a hundred small operations. They run only after steps that give cause for it.
+That is a hundred small operations. They run only after steps that give cause for it.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.prefix_match import PrefixMatch, begin_with
+from jaxpaged._put import put
 from jaxpaged._scheduler import planning
 from jaxpaged._scheduler.arrays import first_marked, per_seat, rows_of
 from jaxpaged._scheduler.state import Prefixes, SchedulerState
@@ -45,14 +46,19 @@ def change_seats[S: SchedulerState](
     candidates, matches = ready(scheduler, prefixes, allocator, tags)
     num_woken = woken_by_each(allocator, matches)
     scheduler, entered = planning.give_seats(scheduler, allocator, candidates, matches.num_blocks, num_woken)
-    salts = prefixes.salts_of(per_seat(scheduler, scheduler.sampling.adapter))
     matches = rows_of(matches, entered)
-    prefixes, allocator = begin(prefixes, allocator, entered, salts, matches)
-    is_first = (entered < scheduler.num_seqs) & (per_seat(scheduler, prefixes.num_found) < 0)
-    num_found = prefixes.num_found.at[jnp.where(is_first, scheduler.seated, scheduler.max_requests)].set(
-        matches.num_found * allocator.block_size, mode="drop"
+    allocator, num_cached = begin_with(allocator, matches)
+    has_entered = entered < scheduler.num_seqs
+    is_first = has_entered & (per_seat(scheduler, prefixes.num_found) < 0)
+    salts = prefixes.salts_of(per_seat(scheduler, scheduler.sampling.adapter))
+    prefixes = dataclasses.replace(
+        prefixes,
+        cache=prefixes.cache.count(matches),
+        salts=jnp.where(has_entered, salts, prefixes.salts),
+        num_listed=jnp.where(has_entered, matches.num_found, prefixes.num_listed),
+        num_found=put(prefixes.num_found, scheduler.seated, is_first, num_cached),
+        is_due=jnp.zeros_like(prefixes.is_due),
     )
-    prefixes = dataclasses.replace(prefixes, num_found=num_found, is_due=jnp.zeros_like(prefixes.is_due))
     return dataclasses.replace(scheduler, prefixes=prefixes), allocator
 
 
@@ -74,7 +80,7 @@ def ready(
 ) -> tuple[jax.Array, PrefixMatch]:
     """The first waiting requests, without those that gain by waiting on, and the blocks that are found for each.
 
-    The requests are int32 `[seats]`, with `max_requests` behind the last.
+    The requests are int32 `[seats]`, with `max_requests` after the last.
     """
     candidates = planning.first_waiting(scheduler)
     of_each = scheduler.num_known, prefixes.findable, scheduler.sampling.adapter
@@ -90,24 +96,6 @@ def ready(
     order = first_marked(every, is_ready, size=num_seqs, fill_value=num_seqs)
     candidates = candidates.at[order].get(mode="fill", fill_value=scheduler.max_requests)
     return candidates, rows_of(matches, order)
-
-
-def begin(
-    prefixes: Prefixes, allocator: BlockAllocator, entered: jax.Array, salts: jax.Array, matches: PrefixMatch
-) -> tuple[Prefixes, BlockAllocator]:
-    """Gives requests that entered the blocks found for them.
-
-    `salts` are those of a request that begins in each seat; `matches` are of each seat, empty if nobody entered.
-    """
-    allocator, _ = begin_with(allocator, matches)
-    has_entered = entered < entered.shape[0]
-    prefixes = dataclasses.replace(
-        prefixes,
-        cache=prefixes.cache.count(matches),
-        salts=jnp.where(has_entered, salts, prefixes.salts),
-        num_listed=jnp.where(has_entered, matches.num_found, prefixes.num_listed),
-    )
-    return prefixes, allocator
 
 
 def tokens_in_blocks(scheduler: SchedulerState, allocator: BlockAllocator, request_ids: jax.Array) -> jax.Array:
@@ -130,7 +118,7 @@ def is_being_computed(
     """Whether a request before it computes the first block that a candidate lacks, bool `[seats]`.
 
     Args:
-        scheduler: seats that are taken compute.
+        scheduler: its occupied seats compute.
         prefixes: what they have listed.
         allocator: for its block size.
         candidates: int32 `[seats]`, waiting requests; they will compute.

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
-from jaxpaged._integers import as_int32
+from jaxpaged._integers import as_int32, checked_array
 from jaxpaged._put import put
-from jaxpaged._scheduler import planning
 from jaxpaged._scheduler.arrays import first_marked
 from jaxpaged._scheduler.records import Requests, RequestStatus, Sampling, SubmitStatus
 from jaxpaged._scheduler.state import SchedulerState
@@ -22,9 +21,7 @@ def checked(scheduler: SchedulerState, requests: Requests) -> Requests:
     """The requests as JAX arrays, with each field's rows written out."""
     if not isinstance(requests, Requests):
         raise ValueError(f"requests must be jaxpaged.scheduling.Requests; got {type(requests).__name__}.")
-    prompts = as_int32(requests.prompts)
-    if prompts.ndim != 2 or prompts.dtype != jnp.int32:
-        raise ValueError(f"prompts must be int32 [rows, width]; got {prompts.dtype} {list(prompts.shape)}.")
+    prompts = checked_array("prompts", requests.prompts, "rows", "width")
     num_rows, most = prompts.shape[0], scheduler.stop_ids.shape[1]
 
     def in_rows(record: Any, name: str, dtype: Any) -> jax.Array:
@@ -55,18 +52,15 @@ def submit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, new: Requ
     num_rows, width = new.prompts.shape
     every = jnp.arange(num_requests, dtype=jnp.int32)
 
-    # 1. The i-th that is accepted takes the i-th free place.
+    # 1. The i-th accepted request gets the i-th free place.
     submit_statuses = refused(scheduler, allocator, new)
     is_free = scheduler.statuses == RequestStatus.FREE
     free_ids = first_marked(every, is_free, size=num_rows, fill_value=num_requests)
-    is_wanted = submit_statuses == SubmitStatus.ACCEPTED
-    arrival = jnp.cumsum(is_wanted, dtype=jnp.int32) - 1
+    is_accepted = submit_statuses == SubmitStatus.ACCEPTED
+    arrival = jnp.cumsum(is_accepted, dtype=jnp.int32) - 1
+    is_wanted = is_accepted & (arrival < is_free.sum(dtype=jnp.int32))
     request_ids = jnp.where(is_wanted, free_ids.at[arrival].get(mode="clip"), num_requests)
-    is_wanted &= arrival < is_free.sum(dtype=jnp.int32)
-    request_ids = jnp.where(is_wanted, request_ids, num_requests)
-    submit_statuses = jnp.where(
-        (submit_statuses == SubmitStatus.ACCEPTED) & ~is_wanted, SubmitStatus.QUEUE_FULL, submit_statuses
-    )
+    submit_statuses = jnp.where(is_accepted & ~is_wanted, SubmitStatus.QUEUE_FULL, submit_statuses)
 
     def place(old: jax.Array, values: jax.Array) -> jax.Array:
         return put(old, request_ids, is_wanted, values)
@@ -82,10 +76,14 @@ def submit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, new: Requ
     prompts = jnp.pad(new.prompts[:, :max_length], ((0, 0), (0, max(max_length - width, 0))))
     prefixes = scheduler.prefixes
     if prefixes is not None:
-        num_found = place(prefixes.num_found, jnp.full_like(new.findable, -1))
-        prefixes = dataclasses.replace(prefixes, findable=place(prefixes.findable, new.findable), num_found=num_found)
+        prefixes = dataclasses.replace(
+            prefixes,
+            findable=place(prefixes.findable, new.findable),
+            num_found=place(prefixes.num_found, jnp.full_like(new.findable, -1)),
+            is_due=prefixes.is_due | is_wanted.any(),
+        )
     scheduler = dataclasses.replace(
-        planning.with_due(dataclasses.replace(scheduler, prefixes=prefixes), is_wanted.any()),
+        scheduler,
         tokens=place(scheduler.tokens, prompts),
         num_known=place(scheduler.num_known, new.prompt_lengths),
         limits=place(scheduler.limits, new.prompt_lengths + new.max_new_tokens),
@@ -97,6 +95,7 @@ def submit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, new: Requ
         order=order,
         ranks=jnp.zeros_like(order).at[order].set(every, unique_indices=True),
         next_arrival=scheduler.next_arrival - oldest + is_wanted.sum(dtype=jnp.int32),
+        prefixes=prefixes,
     )
     return scheduler, request_ids, submit_statuses
 

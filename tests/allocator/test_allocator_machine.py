@@ -2,13 +2,12 @@
 
 `HYPOTHESIS_PROFILE=long` runs 20 times as many steps, with new random numbers each time.
 
-Beside the books the machine keeps what a cache would hold, a number a slot: written where `append` says, copied as
-`fork` and `rollback` say, overwritten with poison in every block that is free and not cached. Each sequence must read
-its own tokens through its table after every step.
+The machine also keeps the contents of a cache, a number a slot: written where `append` says, copied as `fork` and
+`rollback` say, overwritten with poison in every block that is free and not cached. Each sequence must read its own
+tokens through its table after every step.
 """
 
 import copy
-import dataclasses
 import os
 
 import jax
@@ -26,6 +25,7 @@ from hypothesis.stateful import (
 )
 
 from jaxpaged import BlockAllocator, PrefixCache
+from tests.allocator.allocators import free_ids
 from tests.allocator_model import Model
 
 SIZES = "num_blocks", "block_size", "num_seqs", "max_blocks_per_seq"
@@ -35,109 +35,81 @@ POISON = -1
 LONGER = 20 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 1
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class State:
-    allocator: BlockAllocator
-    prefix_cache: PrefixCache
+def on_allocator(name):
+    """A method of the allocator as an operation: state (allocator, prefix cache), ... -> state, results."""
 
+    def operation(state, *args, **static):
+        result = getattr(state[0], name)(*args, **static)
+        allocator, *rest = result if isinstance(result, tuple) else (result,)
+        return (allocator, state[1]), *rest
 
-def append(state, num_tokens, *, q_len):
-    allocator, slots, ok = state.allocator.append(num_tokens, q_len=q_len)
-    return dataclasses.replace(state, allocator=allocator), slots, ok
-
-
-def free(state, seqs):
-    return (dataclasses.replace(state, allocator=state.allocator.free(seqs)),)
-
-
-def fork(state, parents, *, replace):
-    allocator, copies, ok = state.allocator.fork(parents, replace=replace)
-    return dataclasses.replace(state, allocator=allocator), copies, ok
-
-
-def rollback(state, lengths):
-    allocator, copies, ok = state.allocator.rollback(lengths)
-    return dataclasses.replace(state, allocator=allocator), copies, ok
+    return operation
 
 
 def match_prefix(state, tokens, lengths, salts):
-    prefix_cache, allocator, num_cached = state.prefix_cache.match_prefix(state.allocator, tokens, lengths, salts=salts)
-    return State(allocator, prefix_cache), num_cached
+    prefix_cache, allocator, num_cached = state[1].match_prefix(state[0], tokens, lengths, salts=salts)
+    return (allocator, prefix_cache), num_cached
 
 
 def insert(state, tokens, salts):
-    return (State(*reversed(state.prefix_cache.insert(state.allocator, tokens, salts=salts))),)
+    return (state[1].insert(state[0], tokens, salts=salts)[::-1],)
 
 
-def clear(state):
-    return (State(*reversed(state.prefix_cache.clear(state.allocator))),)
+def clear(state, allocator):
+    """With this allocator, the present one or an earlier one."""
+    return (state[1].clear(allocator)[::-1],)
 
 
-def go_back(state, old):
-    return (State(*reversed(state.prefix_cache.clear(old))),)
+def are_cached(state):
+    return state, state[0].pool.is_cached(jnp.arange(state[0].num_blocks, dtype=jnp.int32))
 
 
-def look(state):
-    """What the machine compares that is not an attribute."""
-    allocator = state.allocator
-    return allocator.pool.is_cached(jnp.arange(allocator.num_blocks, dtype=jnp.int32)), allocator.num_held
-
-
-OPERATIONS = (
-    append,
-    free,
-    fork,
-    rollback,
-    match_prefix,
-    insert,
-    clear,
-    go_back,
-    look,
-)
-STATIC = ("q_len", "replace")
-EAGER = {f.__name__: f for f in OPERATIONS}
+EAGER = {name: on_allocator(name) for name in ("append", "free", "fork", "rollback")}
+EAGER |= {operation.__name__: operation for operation in (match_prefix, insert, clear, are_cached)}
 
 
 def jitted(operation):
-    return jax.jit(lambda *args, **static: operation(*args, **static), static_argnames=STATIC)
+    return jax.jit(lambda *args, **static: operation(*args, **static), static_argnames=("q_len", "replace"))
 
 
 def over_pools(operation):
     return jitted(lambda *args, **static: jax.vmap(lambda *each: operation(*each, **static))(*args))
 
 
-JITTED = {f.__name__: jitted(f) for f in OPERATIONS}
-VMAPPED = {f.__name__: over_pools(f) for f in OPERATIONS}
+JITTED = {name: jitted(operation) for name, operation in EAGER.items()}
+VMAPPED = {name: over_pools(operation) for name, operation in EAGER.items()}
+
+
+def draw_tokens(rng: np.random.Generator, count: int) -> list[int]:
+    return rng.integers(0, 2, count).tolist()  # few different ones, so that prefixes meet
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    SHAPES: tuple = ((4, 1, 2, 3), (500, 16, 4, 40))  # few, since each compiles
+    # Sizes, and the windows of groups of layers. Few, since each compiles.
+    SHAPES: tuple = (((4, 1, 2, 3), (None,)), ((500, 16, 4, 40), (None,)))
     NUM_POOLS = 1
     num_steps = 0
     operations = JITTED
 
     @initialize(data=st.data())
     def create(self, data: st.DataObject) -> None:
-        self.shape, windows = data.draw(st.sampled_from(self.SHAPES)), (None,)
-        if len(self.shape) > len(SIZES):
-            *self.shape, windows = self.shape
+        self.shape, windows = data.draw(st.sampled_from(self.SHAPES))
         # Without a group that keeps all blocks, what is found depends on the order in which they are overwritten.
         self.has_cache = windows[0] is None
         num_blocks, block_size, _, max_blocks = self.shape
         self.width = max_blocks * block_size
         self.models = [Model(*self.shape, windows) for _ in range(self.NUM_POOLS)]
         self.contents = [np.full(num_blocks * block_size, POISON) for _ in self.models]
-        state = State(
+        state = (
             BlockAllocator.create(**dict(zip(SIZES, self.shape, strict=True)), windows=windows),
             PrefixCache.create(num_blocks=num_blocks, block_size=block_size, num_groups=len(windows)),
         )
         self.state = state if self.NUM_POOLS == 1 else jax.tree.map(lambda x: jnp.stack([x] * self.NUM_POOLS), state)
         self.earlier: list[tuple[BlockAllocator, list[Model], list[np.ndarray]]] = []
 
-    # What runs it: arrays for each pool in, a list of results for each pool out.
-
     def run(self, name: str, *args: list[np.ndarray] | BlockAllocator, **static: object) -> list[list]:
+        """Arrays for each pool in, a list of results for each pool out."""
+
         def one(arg: list[np.ndarray] | BlockAllocator) -> object:
             if isinstance(arg, BlockAllocator):
                 return arg
@@ -150,53 +122,37 @@ class AllocatorMachine(RuleBasedStateMachine):
         tree = jax.tree.map(np.asarray, tree)
         return [tree if self.NUM_POOLS == 1 else jax.tree.map(lambda x, i=i: x[i], tree) for i in range(self.NUM_POOLS)]
 
-    def rngs(self, seed: int) -> list[tuple[int, Model, np.random.Generator]]:
-        return [(i, model, np.random.default_rng([seed, i])) for i, model in enumerate(self.models)]
-
-    def draw_tokens(self, rng: np.random.Generator, count: int) -> list[int]:
-        return [int(token) for token in rng.integers(0, 2, count)]  # few different ones, so that prefixes meet
+    def each(self, seed: int) -> list[tuple[Model, np.random.Generator]]:
+        return [(model, np.random.default_rng([seed, i])) for i, model in enumerate(self.models)]
 
     @rule(seed=st.integers(0, 2**31), q_len=st.sampled_from([1, 7, 40]))
     def append(self, seed: int, q_len: int) -> None:
         counts, expected = [], []
-        for _, model, rng in self.rngs(seed):
+        for model, rng in self.each(seed):
             kind = rng.integers(4)
             few = rng.integers(-1 if kind == 0 else 0, q_len + 2 if kind < 2 else 4, model.num_seqs)
             counts.append(few.astype(np.int32))
-            new = [self.draw_tokens(rng, max(int(n), 0)) for n in few]
+            new = [draw_tokens(rng, max(n, 0)) for n in few.tolist()]
             expected.append((new, *model.append(new, few.tolist(), q_len)))
-        for i, (slots, ok) in enumerate(self.run("append", counts, q_len=q_len)):
-            new, expected_slots, expected_ok = expected[i]
-            assert ok.tolist() == expected_ok
-            num_seqs = len(ok)
-            for index, (row, these) in enumerate(zip(slots.reshape(-1, q_len).tolist(), expected_slots, strict=True)):
-                padding = q_len - len(these)
-                assert row[padding:] == these
-                assert all(slot >= len(self.contents[i]) for slot in row[:padding])
-                if ok[index % num_seqs]:
-                    self.contents[i][these] = new[index % num_seqs]
-                    self.check_view(self.models[i], index, len(these))
-
-    def check_view(self, model: Model, row: int, num_new: int) -> None:
-        """The first of the new tokens sees only blocks that are there."""
-        window, position = model.windows[row // model.num_seqs], model.lengths[row % model.num_seqs] - num_new
-        if num_new and window is not None:
-            assert model.passed[row] <= max(position - (window - 1), 0) // model.block_size
-
-    def marks(self, seed: int) -> list[np.ndarray]:
-        return [rng.random(model.num_seqs) < rng.choice([0.2, 0.5, 1]) for _, model, rng in self.rngs(seed)]
+        results = self.run("append", counts, q_len=q_len)
+        for contents, (slots, ok), (new, rows, oks) in zip(self.contents, results, expected, strict=True):
+            assert ok.tolist() == oks
+            assert slots.reshape(-1, q_len).tolist() == [[len(contents)] * (q_len - len(row)) + row for row in rows]
+            for index, row in enumerate(rows):
+                if oks[index % len(oks)]:
+                    contents[row] = new[index % len(oks)]
 
     @rule(seed=st.integers(0, 2**31))
     def free(self, seed: int) -> None:
-        marks = self.marks(seed)
-        for model, mark in zip(self.models, marks, strict=True):
-            model.free_rows(mark.tolist())
+        marks = [rng.random(model.num_seqs) < rng.choice([0.2, 0.5, 1]) for model, rng in self.each(seed)]
+        for model, marked in zip(self.models, marks, strict=True):
+            model.free_rows(marked.tolist())
         self.run("free", marks)
 
     @rule(seed=st.integers(0, 2**31), replace=st.booleans())
     def fork(self, seed: int, replace: bool) -> None:
         args, expected = [], []
-        for _, model, rng in self.rngs(seed):
+        for model, rng in self.each(seed):
             rows = model.num_seqs
             low, high = (-2, rows + 1) if rng.integers(3) == 0 else (0, rows)
             args.append(rng.integers(low, high, rows).astype(np.int32))
@@ -206,7 +162,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 2**31))
     def rollback(self, seed: int) -> None:
         args, expected = [], []
-        for _, model, rng in self.rngs(seed):
+        for model, rng in self.each(seed):
             lengths = np.asarray(model.lengths)
             cut = rng.integers(0, 1 + np.maximum(np.where(rng.random(len(lengths)) < 0.5, lengths, 3), 0))
             odd = rng.integers(-2, 2, len(lengths)) if rng.integers(4) == 0 else 0
@@ -224,25 +180,23 @@ class AllocatorMachine(RuleBasedStateMachine):
             view[destinations] = view[sources]
 
     def kept_tokens(self, model: Model, row: int) -> list[tuple[int, int]]:
-        """The tokens that the row's window has not passed, with their positions."""
-        return list(enumerate(model.tokens[row % model.num_seqs]))[model.passed[row] * model.block_size :]
+        """(slot, token) of all that the row's window has not passed."""
+        tokens = list(enumerate(model.tokens[row % model.num_seqs]))
+        return [(model.slot(row, i), token) for i, token in tokens[model.passed[row] * model.block_size :]]
 
     @rule(seed=st.integers(0, 2**31))
     def match_prefix(self, seed: int) -> None:
         if not self.has_cache:
             return
         tokens, lengths, salts, expected = [], [], [], []
-        for _, model, rng in self.rngs(seed):
-            rows = model.num_seqs
-            keys = [list(key) for key in model.cached.values()] or [[0]]
+        for model, rng in self.each(seed):
+            keys = list(model.cached.values()) or [(0, 0)]
             prompts, of_rows = [], []
-            for _ in range(rows):
+            for _ in range(model.num_seqs):
                 salt, *prompt = keys[rng.integers(len(keys))]
                 salt = salt[0] if isinstance(salt, tuple) else salt
-                prompt = (prompt + self.draw_tokens(rng, int(rng.integers(0, 4))))[: self.width]
-                prompts.append(
-                    prompt if rng.random() < 0.7 else self.draw_tokens(rng, int(rng.integers(0, self.width)))
-                )
+                prompt = (prompt + draw_tokens(rng, rng.integers(0, 4)))[: self.width]
+                prompts.append(prompt if rng.random() < 0.7 else draw_tokens(rng, rng.integers(0, self.width)))
                 of_rows.append(salt if rng.random() < 0.8 else 1 - salt)
             expected.append(model.match_prefix(prompts, of_rows))
             tokens.append(self.padded(rng, prompts))
@@ -256,9 +210,10 @@ class AllocatorMachine(RuleBasedStateMachine):
         if not self.has_cache:
             return
         tokens, salts = [], []
-        for _, model, rng in self.rngs(seed):
+        for model, rng in self.each(seed):
             model.salts = [
-                salt if tokens else int(rng.integers(2)) for salt, tokens in zip(model.salts, model.tokens, strict=True)
+                salt if length else int(rng.integers(2))
+                for salt, length in zip(model.salts, model.lengths, strict=True)
             ]
             tokens.append(self.padded(rng, model.tokens))
             salts.append(np.asarray(model.salts, np.int32))
@@ -271,7 +226,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             return
         for model in self.models:
             model.clear()
-        self.run("clear")
+        self.run("clear", self.state[0])
 
     def padded(self, rng: np.random.Generator, rows: list[list[int]]) -> np.ndarray:
         array = rng.integers(0, 2, (len(rows), self.width), np.int32)
@@ -282,7 +237,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule()
     def keep(self) -> None:
         contents = [each.copy() for each in self.contents]
-        self.earlier = [*self.earlier[-2:], (self.state.allocator, copy.deepcopy(self.models), contents)]
+        self.earlier = [*self.earlier[-2:], (self.state[0], copy.deepcopy(self.models), contents)]
 
     @rule(which=st.integers(0, 2))
     def go_back(self, which: int) -> None:
@@ -292,32 +247,26 @@ class AllocatorMachine(RuleBasedStateMachine):
         if not all(model.has_freed_nothing_of(each) for model, each in zip(self.models, old, strict=True)):
             return
         for each, then, now in zip(old, contents, self.contents, strict=True):
-            for row in range(len(each.blocks)):  # what the old one's sequences wrote is still there
-                kept = self.kept_tokens(each, row)
-                slots = [each.slot(row, token) for token, _ in kept]
-                assert now[slots].tolist() == [value for _, value in kept] == then[slots].tolist()
+            for row in range(len(each.blocks)):  # the tokens of the old one's sequences are still there
+                assert all(now[slot] == token == then[slot] for slot, token in self.kept_tokens(each, row))
         self.models = [model.gone_back(each) for model, each in zip(self.models, old, strict=True)]
         if self.has_cache:
-            self.run("go_back", allocator)
+            self.run("clear", allocator)
         else:
-            self.state = State(allocator, self.state.prefix_cache)
+            self.state = (allocator, self.state[1])
 
     @invariant()
     def agrees(self) -> None:
         type(self).num_steps += 1
-        cached_and_held = self.by_pool(self.operations["look"](self.state))
-        for i, state in enumerate(self.by_pool(self.state)):
-            self.compare(state.allocator, self.models[i], self.contents[i], *cached_and_held[i])
+        cached = self.run("are_cached")
+        for i, (allocator, _) in enumerate(self.by_pool(self.state)):
+            self.compare(allocator, self.models[i], self.contents[i], *cached[i])
 
-    def compare(
-        self, allocator: BlockAllocator, model: Model, contents: np.ndarray, cached: np.ndarray, num_held: np.ndarray
-    ) -> None:
+    def compare(self, allocator: BlockAllocator, model: Model, contents: np.ndarray, cached: np.ndarray) -> None:
         assert allocator.broken_invariants() == ()
         assert allocator.lengths.tolist() == model.lengths
-        pool, num_free = allocator.pool, len(model.free)
-        indices = (int(pool.bottom) + np.arange(num_free)) % allocator.num_blocks
-        assert pool.free_list[indices].tolist() == model.free
-        assert (int(pool.num_free), int(pool.num_waiting)) == (num_free, model.num_waiting)
+        assert free_ids(allocator) == model.free
+        assert int(allocator.num_waiting) == model.num_waiting
         max_blocks = allocator.block_tables.shape[-1]
         for index, row in enumerate(allocator.block_tables.reshape(-1, max_blocks).tolist()):
             held, passed = model.held(index), model.passed[index]  # those before may be anything
@@ -325,29 +274,25 @@ class AllocatorMachine(RuleBasedStateMachine):
         if allocator.num_passed is not None:
             assert allocator.num_passed.ravel().tolist() == model.passed
         assert set(np.flatnonzero(cached).tolist()) == set(model.cached)
-        held = {block for row in range(len(model.blocks)) for block in model.held(row)}
-        assert sorted([0, *held, *model.free]) == list(range(allocator.num_blocks))
-        assert int(num_held) == len(held)
-        free = [block for block in model.free if block not in model.cached]
-        contents.reshape(-1, allocator.block_size)[free] = POISON
+        blocks = contents.reshape(-1, allocator.block_size)
+        blocks[[block for block in model.free if block not in model.cached]] = POISON
         for row in range(len(model.blocks)):
-            kept = self.kept_tokens(model, row)
-            assert contents[[model.slot(row, token) for token, _ in kept]].tolist() == [value for _, value in kept]
+            assert all(contents[slot] == token for slot, token in self.kept_tokens(model, row))
         for block, (_, *tokens) in model.cached.items():
-            assert contents.reshape(-1, allocator.block_size)[block].tolist() == tokens[-allocator.block_size :]
+            assert blocks[block].tolist() == tokens[-allocator.block_size :]
 
 
 class GroupedMachine(AllocatorMachine):
     """Groups of layers with windows: short ones, ones that are no multiple of a block, and no other group."""
 
-    SHAPES = ((90, 2, 4, 30, (None, 5, 5, 16)), (60, 1, 3, 30, (None, None, 1)), (40, 4, 3, 20, (7,)))
+    SHAPES = (((90, 2, 4, 30), (None, 5, 5, 16)), ((60, 1, 3, 30), (None, None, 1)), ((40, 4, 3, 20), (7,)))
 
 
 class VmappedMachine(AllocatorMachine):
     """Four independent pools at once, each with arguments of its own."""
 
     NUM_POOLS = 4
-    SHAPES = ((40, 2, 6, 8),)
+    SHAPES = (((40, 2, 6, 8), (None,)),)
     operations = VMAPPED
 
 
@@ -370,14 +315,14 @@ EACH_WAY = {name: each_way(name) for name in EAGER}
 
 
 class EagerMachine(VmappedMachine):
-    SHAPES = ((9, 4, 4, 3),)
+    SHAPES = (((9, 4, 4, 3), (None,)),)
     operations = EACH_WAY
 
 
 def run_machine(machine: type[AllocatorMachine], max_examples: int, steps: int) -> int:
-    """How many steps were taken."""
+    """The number of steps."""
     machine.num_steps = 0
-    # Not shrunk: that takes minutes, and the steps of a failure are printed all the same.
+    # Not shrunk: that lasts minutes, and the steps of a failure are printed all the same.
     phases = (Phase.generate,)
     examples = settings(max_examples=max_examples * LONGER, stateful_step_count=steps, phases=phases)
     run_state_machine_as_test(machine, settings=examples)

@@ -1,8 +1,9 @@
-"""What the compiled operations of the allocator hold: few fusions whatever the batch, no loop, no sort, no host."""
+"""Compiled operations of the allocator: few fusions whatever the batch, no loop, no sort, no host."""
 
 import collections
 import functools
 import re
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,72 +16,54 @@ NUM_BLOCKS, BLOCK_SIZE, MAX_BLOCKS, WIDTH = 100_003, 16, 32, 256  # a prime: no 
 BATCHES = 1, 64
 
 
-def zeros(allocator, *shape, dtype=jnp.int32):
-    return jnp.zeros((allocator.lengths.shape[0], *shape), dtype)
+class Rows(NamedTuple):
+    """Arguments of an operation, one row for each sequence."""
+
+    counts: jax.Array
+    marks: jax.Array
+    tokens: jax.Array
 
 
 def in_order(result):
-    """Of a prefix cache, in the order of the arguments: JAX gives a result the first donated buffer of its shape."""
+    """In the order of the arguments, because JAX gives a result the first donated buffer of its shape."""
     prefix_cache, allocator, *rest = result
     return allocator, prefix_cache, rest
 
 
-def match_prefix(allocator, prefix_cache, tokens, lengths):
-    return in_order(prefix_cache.match_prefix(allocator, tokens, lengths))
-
-
-def insert(allocator, prefix_cache, tokens):
-    return in_order(prefix_cache.insert(allocator, tokens))
-
-
-def on_allocator(name, **static):
-    return lambda allocator, prefix_cache, *rest: (getattr(allocator, name)(*rest, **static), prefix_cache)
-
-
-COUNTS, MARKS, TOKENS = "counts", "marks", "tokens"
-
-# The operations, what they take, and the most fusions that one may compile to, on a CPU and on an NVIDIA GPU. XLA on a
-# CPU makes several of a prefix sum, the more the longer it is; for a GPU it makes a third as many of all. The bounds
-# leave room for an XLA that fuses otherwise: about twice what was counted. Unrolled over 64 rows it would be far more.
+# The operations, and the most fusions that one may compile to, on a CPU and on an NVIDIA GPU. XLA on a CPU makes
+# several of a prefix sum, the more the longer it is; for a GPU it makes a third of them in all. The bounds leave room
+# for an XLA that fuses otherwise: about twice the count. Unrolled over 64 rows it would be far more.
 OPERATIONS = {
-    "append": (on_allocator("append"), (COUNTS,), 30),
-    "append, in order": (lambda a, p, n: (a.append(n, order=n)[0], p), (COUNTS,), 30),
-    "append 256": (on_allocator("append", q_len=256), (COUNTS,), 30),
-    "free": (on_allocator("free"), (MARKS,), 60),
-    "fork": (on_allocator("fork"), (COUNTS,), 90),
-    "fork, replace": (on_allocator("fork", replace=True), (COUNTS,), 120),
-    "rollback": (on_allocator("rollback"), (COUNTS,), 90),
-    "prefix_groups": (lambda a, p: (a, p, a.prefix_groups()), (), 60),
-    "match_prefix": (match_prefix, (TOKENS, COUNTS), 80),
-    "insert": (insert, (TOKENS,), 260),
+    "append": (lambda a, p, rows: (a.append(rows.counts), p), 30),
+    "append, in order": (lambda a, p, rows: (a.append(rows.counts, order=rows.counts)[0], p), 30),
+    "append 256": (lambda a, p, rows: (a.append(rows.counts, q_len=256), p), 30),
+    "free": (lambda a, p, rows: (a.free(rows.marks), p), 60),
+    "fork": (lambda a, p, rows: (a.fork(rows.counts), p), 90),
+    "fork, replace": (lambda a, p, rows: (a.fork(rows.counts, replace=True), p), 120),
+    "rollback": (lambda a, p, rows: (a.rollback(rows.counts), p), 90),
+    "prefix_groups": (lambda a, p, rows: (a, p, a.prefix_groups()), 60),
+    "match_prefix": (lambda a, p, rows: in_order(p.match_prefix(a, rows.tokens, rows.counts)), 80),
+    "insert": (lambda a, p, rows: in_order(p.insert(a, rows.tokens)), 260),
 }
 HOST_AND_LOOPS = "while", "sort", "callback", "infeed", "outfeed", "send", "recv"
 
 
-def inputs(name, num_seqs, num_blocks=NUM_BLOCKS):
-    allocator = BlockAllocator.create(
-        num_blocks=num_blocks, block_size=BLOCK_SIZE, num_seqs=num_seqs, max_blocks_per_seq=MAX_BLOCKS
-    )
-    arguments = {
-        COUNTS: zeros(allocator),
-        MARKS: zeros(allocator, dtype=jnp.bool_),
-        TOKENS: zeros(allocator, WIDTH),
-    }
-    return (
-        allocator,
-        PrefixCache.create(num_blocks=num_blocks, block_size=BLOCK_SIZE),
-        *(arguments[kind] for kind in OPERATIONS[name][1]),
-    )
+def shapes(num_seqs, num_blocks=NUM_BLOCKS):
+    sizes = dict(num_blocks=num_blocks, block_size=BLOCK_SIZE)
 
+    def arguments():
+        counts = jnp.zeros(num_seqs, jnp.int32)
+        rows = Rows(counts, counts > 0, jnp.zeros((num_seqs, WIDTH), jnp.int32))
+        allocator = BlockAllocator.create(**sizes, num_seqs=num_seqs, max_blocks_per_seq=MAX_BLOCKS)
+        return allocator, PrefixCache.create(**sizes), rows
 
-def shapes(*args):
-    return jax.eval_shape(lambda: inputs(*args))
+    return jax.eval_shape(arguments)
 
 
 @functools.cache
 def compiled(name, num_seqs, donate=True):
     donated = (0, 1) if donate else ()
-    return jax.jit(OPERATIONS[name][0], donate_argnums=donated).lower(*shapes(name, num_seqs)).compile()
+    return jax.jit(OPERATIONS[name][0], donate_argnums=donated).lower(*shapes(num_seqs)).compile()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -90,25 +73,25 @@ def _drop_compiled():
     compiled.cache_clear()
 
 
-def entry(text):
-    """The entry computation: what is launched one after the other."""
-    return text[text.index("\nENTRY") :]
-
-
 def count_fusions(text):
-    return sum(operation == "fusion" for operation, _, _ in instructions(entry(text)))
+    """In the entry computation: what is launched one after the other."""
+    return sum(operation == "fusion" for operation, *_ in instructions(text[text.index("\nENTRY") :]))
+
+
+def check_fusions(name, batches):
+    counts = {num_seqs: count_fusions(compiled(name, num_seqs).as_text()) for num_seqs in batches}
+    print(f"{name}: {counts} fusions")
+    assert max(counts.values()) <= OPERATIONS[name][1]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_few_fusions_whatever_the_batch(name):
-    *_, most = OPERATIONS[name]
-    counts = {num_seqs: count_fusions(compiled(name, num_seqs).as_text()) for num_seqs in BATCHES}
-    assert max(counts.values()) <= most, counts
+    check_fusions(name, BATCHES)
 
 
 def steps(name, *sizes):
-    """How often each primitive stands in what is traced."""
-    program = str(jax.make_jaxpr(OPERATIONS[name][0])(*shapes(name, *sizes)))
+    """The count of each primitive in the traced program."""
+    program = str(jax.make_jaxpr(OPERATIONS[name][0])(*shapes(*sizes)))
     return collections.Counter(re.findall(r" = (\w+)", program))
 
 
@@ -122,7 +105,7 @@ def test_the_program_is_the_same_whatever_the_batch_and_the_pool(name):
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_no_loop_no_sort_no_host(name, platform):
-    traced = jax.jit(OPERATIONS[name][0]).trace(*shapes(name, 8))
+    traced = jax.jit(OPERATIONS[name][0]).trace(*shapes(8))
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     for word in HOST_AND_LOOPS:
         assert not re.search(rf"\w+\.{word}|{word}_", text), word
@@ -160,7 +143,7 @@ def pool_sized_copies(text):
 def test_donated_state_is_updated_in_place(name, num_seqs):
     module = compiled(name, num_seqs)
     assert pool_sized_copies(module.as_text()) == []
-    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes(name, num_seqs)[:2]))
+    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes(num_seqs)[:2]))
     assert module.memory_analysis().alias_size_in_bytes >= state
 
 
@@ -180,6 +163,4 @@ def test_nothing_as_large_as_the_pool_is_computed_in_a_decode_step(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_few_fusions_on_a_gpu(name):
-    counts = {num_seqs: count_fusions(compiled(name, num_seqs).as_text()) for num_seqs in (1, 32, 256, 1024)}
-    print(f"{name}: {counts} fusions")
-    assert max(counts.values()) <= OPERATIONS[name][-1]
+    check_fusions(name, (1, 32, 256, 1024))

@@ -6,34 +6,38 @@ import numpy as np
 import pytest
 from jax.extend.random import threefry_2x32
 
-from jaxpaged import BlockAllocator, KVCache, PrefixCache, paged_attention
-from jaxpaged._allocator import block_hashes, listing
+from jaxpaged import KVCache, PrefixCache
+from jaxpaged._allocator import listing
 from jaxpaged._threefry import threefry
-from jaxpaged.ops import write_kv
-from tests.allocator.allocators import counts, free_ids, marks
+from tests.allocator import allocators
+from tests.allocator.allocators import attend, counts, create_cache, free_ids, marks, write
 
 A, B, C = [1, 2], [3, 4], [5, 6]  # blocks of two tokens
 
 
-def make(num_blocks=8, num_seqs=3, block_size=2, max_blocks=4):
-    allocator = BlockAllocator.create(
-        num_blocks=num_blocks, block_size=block_size, num_seqs=num_seqs, max_blocks_per_seq=max_blocks
-    )
-    return PrefixCache.create(num_blocks=num_blocks, block_size=block_size), allocator
+def create(num_blocks=8, block_size=2, **changes):
+    return PrefixCache.create(num_blocks=num_blocks, block_size=block_size, **changes)
 
 
-def rows(*prompts: list[int], width: int = 8) -> jax.Array:
-    """Each prompt at the end of its row, behind padding that is a token too."""
-    return jnp.asarray([[9] * (width - len(prompt)) + prompt for prompt in prompts], jnp.int32)
+def make(num_blocks=8, **changes):
+    return create(num_blocks, **changes), allocators.make(0, 0, 0, num_blocks=num_blocks, block_size=2)
 
 
-def begin(prefix_cache, allocator, *prompts, salts=None, insert=True):
+def rows(*prompts: list[int]) -> jax.Array:
+    """Three prompts, each at the end of its row after padding that is a token too."""
+    return jnp.asarray([[9] * (8 - len(prompt)) + prompt for prompt in fill(prompts)], jnp.int32)
+
+
+def fill(prompts):
+    """By default the second and third prompts are empty."""
+    return [*prompts, [], []][:3]
+
+
+def begin(prefix_cache, allocator, *prompts, salts=(0, 0, 0), insert=True):
     """Matches, appends the rest and inserts: what a server does with new prompts. [] leaves a row alone."""
-    tokens, lengths = rows(*prompts), counts(*map(len, prompts))
-    salts = None if salts is None else counts(*salts)
+    tokens, lengths, salts = rows(*prompts), counts(*map(len, fill(prompts))), counts(*salts)
     prefix_cache, allocator, num_cached = prefix_cache.match_prefix(allocator, tokens, lengths, salts=salts)
-    rest = jnp.where(lengths > 0, lengths - num_cached, 0)
-    allocator, _, ok = allocator.append(rest, q_len=8)
+    allocator, _, ok = allocator.append(lengths - num_cached, q_len=8)
     assert ok.all()
     if insert:
         prefix_cache, allocator = prefix_cache.insert(allocator, tokens, salts=salts)
@@ -42,7 +46,7 @@ def begin(prefix_cache, allocator, *prompts, salts=None, insert=True):
 
 
 def test_a_prompt_shares_the_blocks_of_one_that_began_alike():
-    prefix_cache, allocator, hits = begin(*make(), [*A, *B, 7], [], [])
+    prefix_cache, allocator, hits = begin(*make(), [*A, *B, 7])
     assert hits == [0, 0, 0]
     prefix_cache, allocator, hits = begin(prefix_cache, allocator, [], [*A, *B, 8], [*A, *C, 8])
     assert hits == [0, 4, 2]
@@ -60,25 +64,23 @@ def test_a_prompt_shares_the_blocks_of_one_that_began_alike():
         ([*A, *B, 5], 4),
         ([*A], 0),
         ([*A, 3], 2),
-        ([*B, *A, 7], 0),  # the same blocks behind others are not the same
+        ([*B, *A, 7], 0),  # the same blocks after others are not the same
         ([9, *A, *B], 0),
         ([*A, *C, *B, 7], 2),
     ],
 )
 def test_what_counts_as_the_same_prefix(prompt, hits):
-    prefix_cache, allocator, _ = begin(*make(), [*A, *B, *C], [], [])
-    assert begin(prefix_cache, allocator, [], prompt, [])[2] == [0, hits, 0]
+    prefix_cache, allocator, _ = begin(*make(), [*A, *B, *C])
+    assert begin(prefix_cache, allocator, [], prompt)[2] == [0, hits, 0]
 
 
-def test_blocks_that_nobody_holds_are_found_until_their_space_is_needed():
-    prefix_cache, allocator, _ = begin(*make(), [*A, *B, *C, 7], [], [])
+def test_free_blocks_are_found_until_their_space_is_needed():
+    prefix_cache, allocator, _ = begin(*make(), [*A, *B, *C, 7])
     allocator = allocator.free(marks(1, 0, 0))
     # The one that is not cached goes first, then the tail before the head.
     assert int(allocator.num_waiting) == 3
-    pool = allocator.pool
-    indices = (int(pool.bottom) + np.arange(7)) % 8
-    assert pool.free_list[indices].tolist() == [1, 2, 3, 7, 6, 5, 4]
-    prefix_cache, other, hits = begin(prefix_cache, allocator, [*A, *B, *C, 8], [], [])
+    assert free_ids(allocator) == [1, 2, 3, 7, 6, 5, 4]
+    prefix_cache, other, hits = begin(prefix_cache, allocator, [*A, *B, *C, 8])
     assert hits == [6, 0, 0]
     assert int(other.num_waiting) == 0
     # Four tokens too many for the blocks that are not cached: C's is overwritten, A and B stay.
@@ -86,64 +88,27 @@ def test_blocks_that_nobody_holds_are_found_until_their_space_is_needed():
     assert ok.all()
     assert allocator.block_tables.tolist() == [[0, 0, 0, 0], [4, 5, 6, 7], [3, 0, 0, 0]]
     allocator = allocator.free(marks(0, 1, 1))
-    assert begin(prefix_cache, allocator, [*A, *B, *C, 8], [], [])[2] == [4, 0, 0]
-
-
-def test_the_least_recently_used_goes_first():
-    prefix_cache, allocator, _ = begin(*make(num_blocks=7), [*A, *A], [*B, *B], [*C, *C])
-    for row in (0, 1, 2):
-        allocator = allocator.free(marks(*(row == i for i in range(3))))
-    prefix_cache, allocator, hits = begin(prefix_cache, allocator, [*A, *A, 7][:4], [], [], insert=False)
-    assert hits == [2, 0, 0]
-    allocator = allocator.free(marks(1, 0, 0))  # A's head is the newest now
-    order = []
-    for count in range(1, 7):
-        taken, _, _ = allocator.append(counts(min(2 * count, 8), max(2 * count - 8, 0), 0), q_len=8)
-        order += sorted(set(allocator.pool.free_list.tolist()) & set(taken.block_tables.ravel().tolist()) - set(order))
-    # The tail of A was handed out for the rest of the prompt; then B's tail and head, C's, A's head.
-    assert order[-1] == 1
-    assert order.index(4) < order.index(3) < order.index(6) < order.index(5) < order.index(1)
+    assert begin(prefix_cache, allocator, [*A, *B, *C, 8])[2] == [4, 0, 0]
 
 
 def test_salts_keep_tenants_apart():
-    prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], [], [], salts=[5, 0, 0])
-    assert begin(prefix_cache, allocator, [], [*A, *B, 7], [], salts=[0, 6, 0])[2] == [0, 0, 0]
-    assert begin(prefix_cache, allocator, [], [*A, *B, 7], [], salts=[0, 5, 0])[2] == [0, 4, 0]
+    prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], salts=[5, 0, 0])
+    assert begin(prefix_cache, allocator, [], [*A, *B, 7], salts=[0, 6, 0])[2] == [0, 0, 0]
+    assert begin(prefix_cache, allocator, [], [*A, *B, 7], salts=[0, 5, 0])[2] == [0, 4, 0]
 
 
-def test_prompts_that_came_together_keep_one_copy():
-    prefix_cache, allocator, hits = begin(*make(num_blocks=12), [*A, *B, 7], [*A, *B, 8], [*A, *C, 8])
-    assert hits == [0, 0, 0]
-    assert allocator.block_tables.tolist() == [[1, 2, 3, 0], [1, 2, 6, 0], [1, 8, 9, 0]]
-    assert free_ids(allocator) == [11, 10, 7, 5, 4]
-    # Inserting again changes nothing.
-    tokens = rows([*A, *B, 7], [*A, *B, 8], [*A, *C, 8])
-    again, same = prefix_cache.insert(allocator, tokens)
-    assert same.block_tables.tolist() == allocator.block_tables.tolist()
-    assert int(again.listing.next_serial) == int(prefix_cache.listing.next_serial) == 4
-
-
-def test_shortening_into_a_cached_block_takes_a_copy_and_the_cached_one_stays():
-    prefix_cache, allocator, _ = begin(*make(), [*A, *B], [], [])
-    allocator, copies, ok = allocator.rollback(counts(3, 0, 0))
-    assert ok.all()
-    assert [ids.tolist()[0] for ids in copies] == [2, 3]
-    assert allocator.broken_invariants() == ()
-    assert begin(prefix_cache, allocator, [], [*A, *B, 7], [])[2] == [0, 4, 0]
-
-
-def test_after_clear_nothing_is_found_and_what_is_held_is_cached_anew():
-    prefix_cache, before, _ = begin(*make(num_blocks=12), [*A, *B, 7], [*C, 7], [])
+def test_after_clear_nothing_is_found_and_held_blocks_can_be_cached_again():
+    prefix_cache, before, _ = begin(*make(num_blocks=12), [*A, *B, 7], [*C, 7])
     before = before.free(marks(0, 1, 0))
     prefix_cache, allocator = prefix_cache.clear(before)
     assert allocator.broken_invariants() == ()
     assert allocator.block_tables.tolist() == [[1, 2, 3, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
     assert (int(allocator.num_waiting), int(allocator.num_free)) == (0, int(before.num_free))
-    assert begin(prefix_cache, allocator, [], [*A, *B, 7], [], insert=False)[2] == [0, 0, 0]
+    assert begin(prefix_cache, allocator, [], [*A, *B, 7], insert=False)[2] == [0, 0, 0]
     # The allocator of before does not bring them back.
     assert begin(prefix_cache, before, [], [*A, *B, 7], [*C, 7], insert=False)[2] == [0, 0, 0]
-    # What the first row holds is found once it is inserted again. All blocks can be handed out.
-    prefix_cache, allocator = prefix_cache.insert(allocator, rows([*A, *B, 7], [], []))
+    # The blocks of the first row are found once they are inserted again. All blocks can be handed out.
+    prefix_cache, allocator = prefix_cache.insert(allocator, rows([*A, *B, 7]))
     _, allocator, hits = begin(prefix_cache, allocator, [], [*A, *B, 7], [*C, 7])
     assert hits == [0, 4, 0]
     allocator, _, ok = allocator.free(marks(1, 1, 1)).append(counts(8, 8, 6), q_len=8)
@@ -151,39 +116,26 @@ def test_after_clear_nothing_is_found_and_what_is_held_is_cached_anew():
     assert allocator.broken_invariants() == ()
 
 
-def test_a_refused_append_leaves_what_was_matched():
-    prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], [9] * 8, [])
-    assert int(allocator.num_free) == 0
-    tokens, lengths = rows([], [], [*A, *B, 8]), counts(0, 0, 5)
-    _, matched, num_cached = prefix_cache.match_prefix(allocator, tokens, lengths)
-    after, _, ok = matched.append(lengths - num_cached, q_len=8)
-    assert ok.tolist() == [True, True, False]
-    assert after.lengths.tolist() == [5, 8, 4]
-    freed = after.free(marks(0, 0, 1))
-    assert freed.pool.num_holders().tolist() == allocator.pool.num_holders().tolist()
-
-
 @pytest.mark.parametrize("length", [-1, 9, 2**31 - 1])
 def test_lengths_that_cannot_be_and_rows_that_are_occupied(length):
-    prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], [], [])
+    prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7])
     tokens = rows([*A, *B, 7], [*A, *B, 7], [*A, *B, 7])
     prefix_cache, after, num_cached = prefix_cache.match_prefix(allocator, tokens, counts(5, length, 5))
     assert num_cached.tolist() == [0, 0, 4]
     assert after.lengths.tolist() == [5, 0, 4]
     # A sequence longer than the tokens that are given is left out.
-    short = PrefixCache.create(num_blocks=8, block_size=2)
-    short, _ = short.insert(allocator, tokens[:, -4:])
+    short, _ = create().insert(allocator, tokens[:, -4:])
     assert int(short.listing.next_serial) == 1
 
 
 def test_a_width_below_a_block_is_never_a_hit():
-    prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], [], [])
+    prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7])
     one = jnp.ones((3, 1), jnp.int32)
     assert prefix_cache.match_prefix(allocator, one, counts(0, 1, 1))[2].tolist() == [0, 0, 0]
     assert prefix_cache.insert(allocator, one)[0] is prefix_cache
 
 
-hashes = block_hashes.chain_hashes
+hashes = listing.chain_hashes
 
 
 def all_equal(blocks, salts, secret):
@@ -197,14 +149,14 @@ def of_tokens(blocks, salts, secret):
 
 
 def of_own_tokens(blocks, salts, secret):
-    """Blocks with the same tokens collide, whatever stands before them."""
+    """Blocks with the same tokens collide, whatever is before them."""
     alone = hashes(blocks.reshape(-1, 1, blocks.shape[2]), jnp.repeat(salts, blocks.shape[1]), secret)
     return tuple(half.reshape(blocks.shape[:2]) for half in alone)
 
 
 @pytest.fixture
 def patched(monkeypatch):
-    """`monkeypatch` for what `match_prefix` and `insert` trace: they are traced again, with it and after it."""
+    """`monkeypatch` for functions in `match_prefix` and `insert`, which are traced again, with it and after it."""
 
     def trace_again():
         PrefixCache._match_prefix.clear_cache()
@@ -221,27 +173,27 @@ def test_a_collision_of_hashes_is_no_match(patched, confirming):
     patched.setattr(listing, "chain_hashes", all_equal)
     if not confirming:  # the twin: hashes alone
         patched.setattr(listing.Listing, "_confirm", lambda self, ids, listed, blocks: listed)
-    prefix_cache, allocator, _ = begin(*make(num_blocks=20), [*A, *B, 7], [*C, 7], [])
+    prefix_cache, allocator, _ = begin(*make(num_blocks=20), [*A, *B, 7], [*C, 7])
     other = rows([], [], [*B, *C, 7])
     _, _, num_cached = prefix_cache.match_prefix(allocator, other, counts(0, 0, 5))
     assert (num_cached == 0).all() == confirming
     if confirming:
         assert begin(prefix_cache, allocator, [], [], [*A, 7])[2] == [0, 0, 2]
-        # Of all that collide one is cached, and the sequences keep their own blocks.
+        # One of the colliding blocks is cached, and the sequences keep their own blocks.
         assert int(prefix_cache.listing.next_serial) == 2
         assert allocator.block_tables.tolist() == [[1, 2, 3, 0], [4, 5, 0, 0], [0, 0, 0, 0]]
 
 
 def test_blocks_of_another_salt_that_collide_neither_match_nor_hide_ones_own(patched):
-    # What a tenant does who knows the hashes: salt 1 holds blocks with the tags and the buckets of salt 0's blocks.
+    # An attack by a tenant that knows the hashes: salt 1 holds blocks with the tags and the buckets of salt 0's blocks.
     patched.setattr(listing, "chain_hashes", of_tokens)
     prompt = [*A, *B, *C, 7]
-    prefix_cache, allocator, hits = begin(*make(num_blocks=20), prompt, [], [], salts=[1, 0, 0])
-    assert begin(prefix_cache, allocator, [], prompt, [], salts=[0, 0, 0])[2] == [0, 0, 0]
-    prefix_cache, allocator, hits = begin(prefix_cache, allocator, [], prompt, [])
+    prefix_cache, allocator, hits = begin(*make(num_blocks=20), prompt, salts=[1, 0, 0])
+    assert begin(prefix_cache, allocator, [], prompt, salts=[0, 0, 0])[2] == [0, 0, 0]
+    prefix_cache, allocator, hits = begin(prefix_cache, allocator, [], prompt)
     assert hits == [0, 0, 0]
     # Each finds its own three.
-    _, together, hits = begin(prefix_cache, allocator.free(marks(1, 1, 0)), prompt, prompt, [], salts=[1, 0, 0])
+    _, together, hits = begin(prefix_cache, allocator.free(marks(1, 1, 0)), prompt, prompt, salts=[1, 0, 0])
     assert hits == [6, 6, 0]
     assert together.block_tables[:2, :3].tolist() == allocator.block_tables[:2, :3].tolist() == [[1, 2, 3], [5, 6, 7]]
 
@@ -251,17 +203,17 @@ def test_salts_that_collide_in_one_call_keep_their_blocks(patched):
     prompt = [*A, *B, 7]
     prefix_cache, allocator, _ = begin(*make(num_blocks=20), prompt, prompt, prompt, salts=[0, 1, 1])
     assert allocator.block_tables[:, :3].tolist() == [[1, 2, 3], [4, 5, 6], [4, 5, 9]]
-    _, _, hits = begin(prefix_cache, allocator.free(marks(1, 1, 1)), prompt, prompt, [], salts=[0, 1, 0])
+    _, _, hits = begin(prefix_cache, allocator.free(marks(1, 1, 1)), prompt, prompt, salts=[0, 1, 0])
     assert hits == [4, 4, 0]
 
 
 def test_blocks_behind_others_that_collide_are_not_shared(patched):
     patched.setattr(listing, "chain_hashes", of_own_tokens)
-    # In one call: B behind C is not the B behind A.
-    prefix_cache, allocator, _ = begin(*make(num_blocks=20), [*A, *B, 7], [*C, *B, 7], [])
+    # In one call: B after C is not the B after A.
+    prefix_cache, allocator, _ = begin(*make(num_blocks=20), [*A, *B, 7], [*C, *B, 7])
     assert allocator.block_tables[:2, :3].tolist() == [[1, 2, 3], [4, 5, 6]]
     assert int(prefix_cache.listing.next_serial) == 1 + 3
-    # In another: a lookup finds A and C, and B only behind A.
+    # In another: a lookup finds A and C, and B only after A.
     allocator = allocator.free(marks(0, 1, 0))
     _, allocator, hits = begin(prefix_cache, allocator, [], [*C, *B, 8], [*A, *B, 8])
     assert hits == [0, 2, 4]
@@ -278,16 +230,13 @@ def test_threefry_is_that_of_jax():
 def test_other_secrets_and_salts_give_other_hashes(change):
     blocks, salts = jnp.asarray([[A, B]], jnp.int32), counts(3)
     other_salts, other = (counts(4), 0) if change == "salt" else (salts, change)
-    before = hashes(blocks, salts, PrefixCache.create(num_blocks=8, block_size=2).listing.secret)
-    after = hashes(blocks, other_salts, PrefixCache.create(num_blocks=8, block_size=2, secret=other).listing.secret)
+    before = hashes(blocks, salts, create().listing.secret)
+    after = hashes(blocks, other_salts, create(secret=other).listing.secret)
     assert (np.asarray(before) != np.asarray(after)).all()
 
 
 def test_a_secret_changes_nothing_that_is_found():
-    _, allocator = make()
-    prefix_cache, allocator, _ = begin(
-        PrefixCache.create(num_blocks=8, block_size=2, secret=2**128 - 1), allocator, [*A, *B, 7], [], []
-    )
+    prefix_cache, allocator, _ = begin(*make(secret=2**128 - 1), [*A, *B, 7])
     assert begin(prefix_cache, allocator, [], [*A, *B, 8], [*A, *C, 8])[2] == [0, 4, 2]
 
 
@@ -297,93 +246,66 @@ def test_where_the_table_has_no_place_the_block_is_not_cached(patched):
 
     patched.setattr(listing, "chain_hashes", one_start)
     patched.setattr(listing, "PROBES", 1)
-    prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], [*C, 7], [])
+    prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], [*C, 7])
     assert int(prefix_cache.listing.next_serial) == 2
     assert begin(prefix_cache, allocator, [], [], [*A, *B, 7])[2] == [0, 0, 2]
     # Once its block is overwritten the bucket is free.
     allocator = allocator.free(marks(1, 1, 0))
     allocator, _, _ = allocator.append(counts(8, 6, 0), q_len=8)
     allocator = allocator.free(marks(1, 1, 0))
-    prefix_cache, allocator, _ = begin(prefix_cache, allocator, [*C, 7], [], [])
+    prefix_cache, allocator, _ = begin(prefix_cache, allocator, [*C, 7])
     assert int(prefix_cache.listing.next_serial) == 3
-    assert begin(prefix_cache, allocator, [], [*C, 8], [])[2] == [0, 2, 0]
+    assert begin(prefix_cache, allocator, [], [*C, 8])[2] == [0, 2, 0]
 
 
 def test_many_random_prompts_all_find_their_places():
-    # A pool of which every block is cached, of blocks with different tokens: none falls out of the table.
-    allocator = BlockAllocator.create(num_blocks=2049, block_size=4, num_seqs=256, max_blocks_per_seq=8)
-    prefix_cache = PrefixCache.create(num_blocks=2049, block_size=4)
+    # Every block of the pool is cached, with different tokens: none falls out of the table.
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 50_000, (256, 33), np.int32))
-    allocator, _, ok = allocator.append(jnp.full(256, 32, jnp.int32), q_len=32)
-    assert ok.all()
-    prefix_cache, allocator = jax.jit(PrefixCache.insert)(prefix_cache, allocator, tokens[:, :32])
+    allocator = allocators.make(*[32] * 256, num_blocks=2049, max_blocks=8)
+    prefix_cache, allocator = jax.jit(PrefixCache.insert)(create(2049, 4), allocator, tokens[:, :32])
     assert int(prefix_cache.listing.next_serial) == 2049
     allocator = allocator.free(jnp.ones(256, jnp.bool_))
     _, _, num_cached = jax.jit(PrefixCache.match_prefix)(prefix_cache, allocator, tokens, jnp.full(256, 33, jnp.int32))
     assert (num_cached == 32).all()
 
 
-def test_what_is_shared_is_what_attention_reads():
+def test_attention_reads_the_tokens_of_shared_blocks():
     prefix_cache, allocator = make()
-    cache = KVCache.create(num_blocks=8, block_size=2, num_kv_heads=1, head_dim=8, dtype="float32")
-    prompts = rows([*A, *B, 7], [], [])
-
-    def write(cache, allocator, tokens, count):
-        allocator, slots, _ = allocator.append(count, q_len=8)
-        values = jnp.broadcast_to(tokens[..., None, None].astype(jnp.float32), (3, 8, 1, 8))
-        return write_kv(cache, jnp.zeros_like(values), values, slots), allocator
-
-    cache, allocator = write(cache, allocator, prompts, counts(5, 0, 0))
-    prefix_cache, allocator = prefix_cache.insert(allocator, prompts)
+    cache, allocator = write(create_cache(allocator), allocator, [*A, *B, 7], [], [])
+    prefix_cache, allocator = prefix_cache.insert(allocator, rows([*A, *B, 7]))
     allocator = allocator.free(marks(1, 0, 0))
-    free = np.setdiff1d(np.arange(8), [1, 2])  # all but where the prefix waits may be anything
+    free = np.setdiff1d(np.arange(8), [1, 2])  # all but the blocks where the prefix waits
     cache = KVCache(cache.k.at[free].set(jnp.nan), cache.v.at[free].set(jnp.nan))
-    prompts = rows([], [*A, *B, 8, 9], [])
-    prefix_cache, allocator, num_cached = prefix_cache.match_prefix(allocator, prompts, counts(0, 6, 0))
+    _, allocator, num_cached = prefix_cache.match_prefix(allocator, rows([], [*A, *B, 8, 9]), counts(0, 6, 0))
     assert num_cached.tolist() == [0, 4, 0]
-    cache, allocator = write(cache, allocator, prompts, counts(0, 6, 0) - num_cached)
-    out = paged_attention(jnp.ones((3, 1, 8)), cache.k, cache.v, allocator.block_tables, allocator.lengths)
-    np.testing.assert_allclose(out[:, 0, 0], [0, (1 + 2 + 3 + 4 + 8 + 9) / 6, 0], rtol=1e-6)
+    cache, allocator = write(cache, allocator, [], [8, 9], [])
+    np.testing.assert_allclose(attend(cache, allocator), [0, (1 + 2 + 3 + 4 + 8 + 9) / 6, 0], rtol=1e-6)
 
 
 def test_the_compiled_insert_computes_each_hash_once():
-    # Fused into all that reads them they stood 39 times in the program, which then took minutes to compile on a CPU.
-    prefix_cache, allocator = make()
-    tokens, salts = rows(A, B, C), counts(1, 2, 3)
-    compiled = (
-        jax.jit(lambda p, a: p.insert(a, tokens, salts=salts + a.lengths)).lower(prefix_cache, allocator).compile()
-    )
-    assert compiled.as_text().count(str(0x1BD11BDA)) == 4  # of Threefry: two keys, tokens, sums
+    # Fused into every reader they are in the program 39 times, which then compiles for minutes on a CPU.
+    insert = jax.jit(lambda p, a: p.insert(a, rows(A, B, C), salts=counts(1, 2, 3) + a.lengths))
+    compiled = insert.lower(*make()).compile()
+    assert compiled.as_text().count(str(0x1BD11BDA)) == 4  # Threefry's constant: two keys, tokens, sums
+
+
+OTHER_SIZES = r"allocator's .* \(8, 2, 1\); got \(9, 2, 1\)"
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda p, a: PrefixCache.create(num_blocks=1, block_size=2),
-            r"num_blocks must be at least 2.*got num_blocks=1",
-        ),
-        (lambda p, a: PrefixCache.create(num_blocks=2**28, block_size=2), r"at most 2\^27"),
-        (
-            lambda p, a: PrefixCache.create(num_blocks=8, block_size=2, secret=-1),
-            r"secret must be from 0 to 2\^128 - 1",
-        ),
-        (
-            lambda p, a: PrefixCache.create(num_blocks=8, block_size=2, secret=2**128),
-            r"secret must be from 0 to 2\^128 - 1",
-        ),
-        (
-            lambda p, a: PrefixCache.create(num_blocks=9, block_size=2).insert(a, rows(A, A, A)),
-            r"allocator's .* \(8, 2, 1\); got \(9, 2, 1\)",
-        ),
-        (
-            lambda p, a: PrefixCache.create(num_blocks=9, block_size=2).clear(a),
-            r"allocator's .* \(8, 2, 1\); got \(9, 2, 1\)",
-        ),
-        (lambda p, a: p.insert(a, rows(A, A)), r"tokens must be int32 \[3, width\].*got int32 \[2, 8\]"),
+        (lambda p, a: create(1), r"num_blocks must be at least 2.*got num_blocks=1"),
+        (lambda p, a: create(2**28), "num_blocks must be at most 134217728; got num_blocks=268435456"),
+        (lambda p, a: create(secret=-1), r"secret must be from 0 to 2\^128 - 1"),
+        (lambda p, a: create(secret=2**128), r"secret must be from 0 to 2\^128 - 1"),
+        (lambda p, a: create(9).insert(a, rows(A)), OTHER_SIZES),
+        (lambda p, a: create(9).clear(a), OTHER_SIZES),
+        (lambda p, a: create(num_groups=2).clear(a), r"num_groups\), \(8, 2, 1\); got \(8, 2, 2\)"),
+        (lambda p, a: p.insert(a, rows(A)[:2]), r"tokens must be int32 \[3, width\].*got int32 \[2, 8\]"),
         (lambda p, a: p.insert(a, jnp.zeros((3, 8))), r"tokens must be int32 .*got float32"),
-        (lambda p, a: p.insert(a, rows(A, A, A), salts=counts(1)), r"salts must be int32 \[3\].*got int32 \[1\]"),
-        (lambda p, a: p.match_prefix(a, rows(A, A, A), counts(1)), r"lengths must be int32 \[3\]"),
+        (lambda p, a: p.insert(a, rows(A), salts=counts(1)), r"salts must be int32 \[3\].*got int32 \[1\]"),
+        (lambda p, a: p.match_prefix(a, rows(A), counts(1)), r"lengths must be int32 \[3\]"),
     ],
 )
 def test_errors(call, message):

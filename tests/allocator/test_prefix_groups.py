@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import BlockAllocator
-from jaxpaged.ops import PrefixGroups
-from tests.allocator.allocators import counts, make
+from tests.allocator.allocators import counts, make, marks
 
 
 def allocator_of(rows, lengths=None):
@@ -18,7 +17,7 @@ def allocator_of(rows, lengths=None):
     for table, row in zip(tables, rows, strict=True):
         table[: len(row)] = row
     lengths = [4 * len(row) + 1 if row else 0 for row in rows] if lengths is None else lengths
-    allocator = BlockAllocator.create(num_blocks=64, block_size=4, num_seqs=len(rows), max_blocks_per_seq=6)
+    allocator = make(*[0] * len(rows))
     return dataclasses.replace(allocator, block_tables=jnp.asarray(tables), lengths=counts(*lengths))
 
 
@@ -77,42 +76,37 @@ def test_forks_share_their_full_blocks_until_they_end():
     allocator, _, _ = allocator.append(counts(1, 1, 1, 1))
     step = jax.jit(BlockAllocator.prefix_groups)
     assert named(step(allocator)) == [((0, 4), 2)]
-    assert named(step(allocator.free(jnp.array([False, True, False, False])))) == [((0, 4), 2)]
-    assert named(step(allocator.free(jnp.array([True, True, True, False])))) == []
+    assert named(step(allocator.free(marks(0, 1, 0, 0)))) == [((0, 4), 2)]
+    assert named(step(allocator.free(marks(1, 1, 1, 0)))) == []
 
 
 def test_random_tables():
     """Members are neighbours, have the same blocks, all full and without a new token; groups follow one another."""
-    rng = np.random.default_rng(0)
-    num_grouped = 0
+    rng, num_grouped = np.random.default_rng(0), 0
     step = jax.jit(BlockAllocator.prefix_groups)
     for _ in range(60):
         rows = [rng.integers(1, 3, rng.choice([0, 3, 5])).tolist() for _ in range(9)]
         allocator = allocator_of(rows, [max(4 * len(row) - int(rng.integers(0, 4)), 0) for row in rows])
-        groups = PrefixGroups(*map(np.asarray, (lambda g: (g.starts, g.first, g.num_blocks))(step(allocator))))
-        tables, full = np.asarray(allocator.block_tables), (np.asarray(allocator.lengths) - 1) // 4
-        assert (np.diff(groups.starts) >= 0).all()
-        assert groups.starts[-1] == 9
-        grouped = set()
-        for begin, end, first in zip(groups.starts[:-1], groups.starts[1:], groups.first, strict=True):
-            members = [row for row in range(begin, end) if groups.num_blocks[row]]
+        groups = step(allocator)
+        starts, first, shared = map(np.asarray, (groups.starts, groups.first, groups.num_blocks))
+        assert (np.diff(starts) >= 0).all()
+        assert starts[-1] == 9
+        full, grouped = (np.asarray(allocator.lengths) - 1) // 4, []
+        for begin, end, leader in zip(starts[:-1], starts[1:], first, strict=True):
+            members = [row for row in range(begin, end) if shared[row]]
             assert len(members) != 1
             for row in members:
-                shared = groups.num_blocks[first]
-                assert groups.num_blocks[row] == shared <= full[row]
-                assert (tables[row, :shared] == tables[first, :shared]).all()
-            between = set(range(begin, end)) - set(members)
-            assert not members or all(not rows[row] for row in between)
-            grouped |= set(members)
-        assert grouped == set(np.flatnonzero(groups.num_blocks).tolist())
+                assert shared[row] == shared[leader] <= full[row]
+                assert rows[row][: shared[row]] == rows[leader][: shared[row]]
+            assert not members or not any(rows[row] for row in range(begin, end) if not shared[row])
+            grouped += members
+        assert grouped == np.flatnonzero(shared).tolist()
         num_grouped += len(grouped)
     assert num_grouped > 60
 
 
 def test_a_group_of_layers_with_a_window_shares_nothing():
-    allocator = BlockAllocator.create(num_blocks=20, block_size=4, num_seqs=2, max_blocks_per_seq=4, windows=(None, 8))
-    allocator, _, _ = allocator.append(counts(9, 0), q_len=9)
-    allocator, _, _ = allocator.fork(counts(-1, 0))
+    allocator, _, _ = make(9, 0, windows=(None, 8)).fork(counts(-1, 0))
     assert named(allocator.group(0).prefix_groups()) == [((0, 2), 2)]
     assert named(allocator.group(1).prefix_groups()) == []
     with pytest.raises(ValueError, match=r"the allocator has 2 groups; call it on allocator.group\(i\)"):

@@ -1,12 +1,10 @@
 """Fork and rollback, as traces with literal tables and free lists."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import BlockAllocator, KVCache
 from jaxpaged.ops import copy_blocks
-from tests.allocator.allocators import assert_same, attend, counts, free_ids, make, marks, write
+from tests.allocator.allocators import assert_same, attend, counts, create_cache, free_ids, make, marks, write
 
 
 def pairs(copies) -> list[tuple[int, int]]:
@@ -32,16 +30,6 @@ def test_parallel_sampling_shares_full_blocks_and_copies_the_last():
     assert freed.broken_invariants() == ()
 
 
-def test_a_full_last_block_is_shared_without_a_copy():
-    forked, copies, ok = make(8, 0).fork(counts(0, 0))
-    assert ok.all()
-    assert forked.block_tables[:, :2].tolist() == [[1, 2], [1, 2]]
-    assert pairs(copies) == []
-    # The next token of each goes to a block of its own.
-    forked, slots, _ = forked.append(counts(1, 1))
-    assert slots.tolist() == [12, 16]
-
-
 def test_beam_search_reorders_in_place_and_an_heir_copies_nothing():
     # Four beams with a common full block. 0 and 3 go on in each other's row, 1 has two children, 2 has none.
     allocator, _, _ = make(4, 0, 0, 0).fork(counts(0, 0, 0, 0))
@@ -55,27 +43,13 @@ def test_beam_search_reorders_in_place_and_an_heir_copies_nothing():
     assert after.broken_invariants() == ()
 
 
-def test_beams_that_only_change_places_need_no_free_block():
-    allocator = make(3, 2, 1, num_blocks=4)
-    assert int(allocator.num_free) == 0
-    after, copies, ok = allocator.fork(counts(2, 0, 1), replace=True)
+def test_too_few_blocks_for_all_copies_refuse_the_later_rows_and_no_row_inherits():
+    # Rows 0 and 1 inherit from each other, and the one free block is enough for row 2.
+    _, copies, ok = make(3, 2, 1, num_blocks=5).fork(counts(1, 0, 0), replace=True)
     assert ok.all()
-    assert after.block_tables[:, 0].tolist() == [3, 1, 2]
-    assert after.lengths.tolist() == [1, 3, 2]
-    assert pairs(copies) == []
-    assert after.broken_invariants() == ()
-
-
-def test_too_few_blocks_for_all_copies_refuses_the_later_rows_and_nobody_inherits():
-    # Row 1 could inherit block 1 were row 0 surely replaced; it is not, so rows 1, 2 and 0 want copies and one is free.
-    allocator = make(3, 2, 1, num_blocks=5)
-    after, copies, ok = allocator.fork(counts(1, 0, 0), replace=True)
-    assert int(allocator.num_free) == 1
-    # One copy is enough when 0 and 1 inherit from each other: only row 2 copies.
-    assert ok.tolist() == [True, True, True]
     assert pairs(copies) == [(1, 4)]
-    allocator = make(3, 2, 1, 1, num_blocks=6)
-    after, copies, ok = allocator.fork(counts(1, 0, 0, 0), replace=True)
+    # It is not enough for two: row 0 may then not be replaced, so row 1 does not inherit, and all want copies.
+    after, copies, ok = make(3, 2, 1, 1, num_blocks=6).fork(counts(1, 0, 0, 0), replace=True)
     assert ok.tolist() == [True, False, False, False]
     assert pairs(copies) == [(2, 5)]
     assert after.block_tables[:, 0].tolist() == [5, 2, 3, 4]
@@ -116,9 +90,7 @@ def test_rollback_gives_back_the_blocks_beyond():
     assert after.lengths.tolist() == [5, 8]
     assert free_ids(after) == [11, 10, 9, 8, 7, 4, 3]
     assert after.broken_invariants() == ()
-    after, _, ok = after.rollback(counts(0, 8))
-    assert after.lengths.tolist() == [0, 8]
-    assert free_ids(after) == [11, 10, 9, 8, 7, 4, 3, 2, 1]
+    assert free_ids(after.rollback(counts(0, 8))[0]) == [11, 10, 9, 8, 7, 4, 3, 2, 1]
 
 
 @pytest.mark.parametrize("length", [-1, 7, 2**31 - 1, -(2**31)])
@@ -149,30 +121,13 @@ def test_rollback_into_a_shared_block_takes_a_copy():
     assert_same(after, full)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda a: a.fork(jnp.zeros(2)), r"parents must be int32 \[2\].*got float32 \[2\]"),
-        (lambda a: a.fork(counts(0)), r"parents must be int32 \[2\].*got int32 \[1\]"),
-        (lambda a: a.free(counts(0, 1)), r"seqs must be bool \[2\].*got int32 \[2\]"),
-        (lambda a: a.free(marks(0)), r"seqs must be bool \[2\].*got bool \[1\]"),
-        (lambda a: a.rollback(jnp.zeros(2)), r"lengths must be int32 \[2\].*got float32 \[2\]"),
-        (lambda a: a.rollback(counts(0)), r"lengths must be int32 \[2\].*got int32 \[1\]"),
-    ],
-)
-def test_errors(call, message):
-    with pytest.raises(ValueError, match=message):
-        call(make(1, 1))
-
-
 @pytest.mark.parametrize("copying", [True, False])
 def test_a_child_reads_its_parents_tokens_and_writes_its_own(copying):
-    cache = KVCache.create(num_blocks=12, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
-    allocator = BlockAllocator.create(num_blocks=12, block_size=4, num_seqs=3, max_blocks_per_seq=4)
-    cache, allocator = write(cache, allocator, [[1, 2, 3, 4, 5, 6], [], []], 6)
+    allocator = make(0, 0, 0)
+    cache, allocator = write(create_cache(allocator), allocator, [1, 2, 3, 4, 5, 6], [], [])
     allocator, copies, _ = allocator.fork(counts(0, 0, 0))
     cache = copy_blocks(cache, *copies) if copying else cache
-    cache, allocator = write(cache, allocator, [[7], [14], [21, 22, 23]], 3)
+    cache, allocator = write(cache, allocator, [7], [14], [21, 22, 23])
     expected = [28 / 7, 35 / 7, (21 + 66) / 9]
     close = np.allclose(attend(cache, allocator), expected, rtol=1e-6)
-    assert close is copying  # the twin that does not copy reads what is not there
+    assert close is copying  # without the copies the children read unwritten slots

@@ -1,4 +1,4 @@
-"""Groups of layers: each has a table, all take blocks from one pool, and windows give back those they have passed."""
+"""Groups of layers: each has a table, all get blocks of one pool, and windows give back the blocks they have passed."""
 
 import dataclasses
 
@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from jax import export
 
-from jaxpaged import BlockAllocator, KVCache, PrefixCache, paged_attention
-from jaxpaged.ops import copy_blocks, write_kv
-from tests.allocator.allocators import counts, free_ids, marks
+from jaxpaged import PrefixCache
+from jaxpaged.ops import write_kv
+from tests.allocator import allocators
+from tests.allocator.allocators import attend, counts, create_cache, free_ids, marks
 
 
-def make(*windows, num_seqs=1, num_blocks=24, block_size=4, max_blocks=8):
-    sizes = dict(num_blocks=num_blocks, block_size=block_size, num_seqs=num_seqs, max_blocks_per_seq=max_blocks)
-    return BlockAllocator.create(windows=windows, **sizes)
+def make(*windows, num_seqs=1, num_blocks=24, max_blocks=8):
+    return allocators.make(*[0] * num_seqs, num_blocks=num_blocks, max_blocks=max_blocks, windows=windows)
 
 
 def grown(allocator, *lengths, q_len=1):
@@ -42,8 +42,8 @@ def test_each_group_gets_blocks_of_its_own():
     assert allocator.append(counts(1, 0))[1].tolist() == [[9, 96], [17, 96]]  # one token each: no axis of tokens
 
 
-def test_one_group_is_as_before():
-    allocator = grown(make(None), 9)
+def test_one_group_has_no_axis_of_groups():
+    allocator = make(None)
     assert (allocator.num_passed, allocator.windows, allocator.block_tables.shape) == (None, (None,), (1, 8))
     assert allocator.group(0) is allocator
 
@@ -59,38 +59,24 @@ def test_a_window_gives_back_the_blocks_that_it_has_passed():
 
 @pytest.mark.parametrize("window", [1, 2, 4, 5, 9, 100])
 def test_a_window_holds_what_it_shows_and_at_most_a_block_more(window):
-    allocator, append = make(window, max_blocks=20), jax.jit(lambda allocator: allocator.append(counts(1))[0])
-    for length in range(1, 70):
-        allocator = append(allocator)
-        first = max(length - 1 - (window - 1), 0) // 4  # block of the first token that the newest one sees
-        assert int(allocator.num_passed[0, 0]) == first
-        assert len(held(allocator)[0]) == -(-length // 4) - first <= -(-(window - 1) // 4) + 1
+    def step(allocator, _):
+        allocator, _, _ = allocator.append(counts(1))
+        return allocator, allocator.num_passed[0, 0]
 
-
-def test_what_a_chunk_leaves_behind_a_window_is_given_back_over_the_next_calls():
-    allocator = grown(make(4, max_blocks=23, num_blocks=60), 80, q_len=40)
-    assert len(held(allocator)[0]) == 20 - 9  # the first token of the second chunk sees the tokens from 37 on
-    counted = []
-    for _ in range(4):
-        allocator, _, ok = allocator.append(counts(1))
-        counted.append(len(held(allocator)[0]))
-    assert counted == [8, 4, 2, 1]
+    _, num_passed = jax.lax.scan(step, make(window, max_blocks=20), length=69)
+    lengths = np.arange(1, 70)
+    assert (num_passed == np.maximum(lengths - window, 0) // 4).all()  # up to the block that the newest token sees
+    assert (-(-lengths // 4) - num_passed <= -(-(window - 1) // 4) + 1).all()
 
 
 def test_what_windows_have_passed_is_free_for_the_same_call_and_for_a_refused_one():
     allocator = grown(make(6, num_blocks=4), 12)
-    assert held(allocator) == [[2, 3]]  # of three, one is free
+    assert held(allocator) == [[2, 3]]  # one of three is free
     allocator, _, ok = allocator.append(counts(1))
     assert (held(allocator), ok.tolist()) == ([[2, 3, 1]], [True])
     allocator, _, ok = allocator.append(counts(8), q_len=8)
     assert (held(allocator), ok.tolist(), int(allocator.num_free)) == ([[3, 1]], [False], 1)
     assert int(allocator.lengths[0]) == 13
-
-
-def test_a_row_that_gets_no_tokens_keeps_what_its_window_shows_and_more():
-    allocator = grown(make(6, num_seqs=2), 10, 9)
-    after, _, _ = allocator.append(counts(0, 1))
-    assert held(after)[0] == held(allocator)[0]
 
 
 def test_a_rollback_does_not_go_back_behind_a_window():
@@ -103,46 +89,17 @@ def test_a_rollback_does_not_go_back_behind_a_window():
         assert after.lengths.tolist() == [length if fine else 14]
 
 
-def test_a_fork_copies_the_last_block_of_each_group_behind_a_window():
-    allocator = grown(make(None, 6, num_seqs=2), 14, 0)
-    forked, (source_ids, destination_ids), ok = allocator.fork(counts(-1, 0))
-    (full, _, window, _), (_, full_child, _, child) = held(allocator), held(forked)
-    assert source_ids.tolist() == [0, full[-1], 0, window[-1]]
-    assert destination_ids.tolist() == [0, full_child[-1], 0, child[-1]]
-    assert (full_child[:-1], child[:-1]) == (full[:-1], window[:-1])
-    assert forked.num_passed.tolist() == [[0, 0], [2, 2]]
-    assert forked.broken_invariants() == ()
-    # The parent goes on and its window passes a block that the child still shows.
-    later = grown(forked, 20, 14)
-    assert held(later)[3] == child
-
-
 def test_a_group_is_what_its_layers_attend_with():
-    allocator = grown(make(None, 6, num_seqs=2), 14, 3)
-    cache = KVCache.create(num_blocks=24, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
-    q = jnp.ones((2, 1, 8))
-    for index, window in enumerate(allocator.windows):
+    allocator, positions = grown(make(None, 6, num_seqs=2), 14, 3), jnp.arange(14, dtype=jnp.int32)
+    values = jnp.broadcast_to(positions[:, None, None].astype(jnp.float32), (14, 1, 8))
+    for index, mean in enumerate([6.5, 10.5]):
         group = allocator.group(index)
-        values = jnp.arange(14.0)
-        for position in range(14):
-            slots = group.slots(counts(0, 1), counts(position, position))
-            v = jnp.broadcast_to(values[position], (2, 1, 8))
-            cache = write_kv(cache, jnp.zeros((2, 1, 8)), v, slots)
-        out = paged_attention(q, cache.k, cache.v, group.block_tables, group.lengths, sliding_window=window)
-        assert out[0, 0, 0] == pytest.approx(values.mean() if window is None else values[-window:].mean())
+        slots = group.slots(jnp.zeros(14, jnp.int32), positions)
+        cache = write_kv(create_cache(group), jnp.zeros((14, 1, 8)), values, slots)
+        assert attend(cache, group, sliding_window=group.windows[0])[0] == pytest.approx(mean)
     for wrong in (2, -1):
         with pytest.raises(ValueError, match=f"a group is from 0 to 1.*got {wrong}"):
             allocator.group(wrong)
-
-
-def test_copies_of_all_groups_go_through_copy_blocks():
-    allocator = grown(make(None, 6, num_seqs=2), 14, 0)
-    cache = KVCache.create(num_blocks=24, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
-    cache = dataclasses.replace(cache, k=cache.k + jnp.arange(24.0)[:, None, None, None])
-    _, copies, _ = allocator.fork(counts(-1, 0))
-    cache = copy_blocks(cache, *copies)
-    for source, destination in zip(*(ids.tolist() for ids in copies), strict=True):
-        assert cache.k[destination, 0, 0, 0] == source
 
 
 def test_an_exported_function_keeps_the_windows():
@@ -159,20 +116,13 @@ def test_text_shows_every_group():
     assert str(allocator).endswith(f"seq 0: 14 tokens in blocks {full} | {window}")
 
 
-@pytest.mark.parametrize("windows", [(), (4, None), (None, 4, None), (0,), (None, 2.5)])
-def test_impossible_windows_are_refused(windows):
-    with pytest.raises(ValueError, match="window"):
-        make(*windows)
-
-
-def cached(*windows, length=14, width=20, **sizes):
-    """One sequence of `length` tokens, cached block by block as it grew, then freed; and its tokens."""
-    allocator = make(*windows, **sizes)
-    sizes = dict(num_blocks=allocator.num_blocks, block_size=4, num_groups=len(windows))
-    prefix_cache, tokens = PrefixCache.create(**sizes), jnp.arange(width, dtype=jnp.int32)[None]
-    for end in range(4, length + 1):
+def cached(*windows):
+    """One sequence of 14 tokens, cached block by block as it grew, then freed; and its tokens, with 6 more."""
+    allocator, tokens = make(*windows), jnp.arange(20, dtype=jnp.int32)[None]
+    prefix_cache = PrefixCache.create(num_blocks=24, block_size=4, num_groups=len(windows))
+    for end in range(4, 15):
         allocator = grown(allocator, end)
-        prefix_cache, allocator = prefix_cache.insert(allocator, jnp.roll(tokens, width - end, axis=1))
+        prefix_cache, allocator = prefix_cache.insert(allocator, jnp.roll(tokens, -end, axis=1))
     return prefix_cache, allocator.free(marks(1)), tokens
 
 
@@ -202,24 +152,7 @@ def test_a_prefix_is_cut_back_to_where_windows_have_their_blocks():
     assert held(after)[0] == held(held_before)[0][:2]
 
 
-def test_equal_sequences_share_the_blocks_of_every_group_and_windows():
-    allocator = grown(make(None, 6, num_seqs=2), 14, 14, q_len=14)
-    prefix_cache = PrefixCache.create(num_blocks=24, block_size=4, num_groups=2)
-    tokens = jnp.tile(jnp.arange(14, dtype=jnp.int32), (2, 1))
-    prefix_cache, allocator = prefix_cache.insert(allocator, tokens)
-    full, full_twin, window, window_twin = held(allocator)
-    assert (full[:3], window[:3]) == (full_twin[:3], window_twin[:3])
-    assert (full[3], window[3]) != (full_twin[3], window_twin[3])
-    assert allocator.broken_invariants() == ()
-    assert not set(full) & set(window)
-
-
 def test_without_a_full_group_a_prefix_is_found_while_all_of_its_windows_is_cached():
     prefix_cache, allocator, tokens = cached(6)
     after, num_cached = match(prefix_cache, allocator, tokens)
     assert (num_cached, len(held(after)[0])) == (12, 2)
-
-
-def test_a_prefix_cache_of_other_groups_than_the_windows_is_refused():
-    with pytest.raises(ValueError, match=r"num_groups\), \(24, 4, 2\); got \(24, 4, 1\)"):
-        PrefixCache.create(num_blocks=24, block_size=4).insert(make(None, 6), jnp.zeros((1, 8), jnp.int32))

@@ -13,13 +13,19 @@ from jaxpaged import KVCache, cache_capacity
 SIZES = dict(num_kv_heads=3, head_dim=24, block_size=5)
 
 
+LATENT = dict(is_latent=True, value_dim=16)
+
+
 def created_bytes(*, scale_per, **sizes):
-    """Of what KVCache.create makes, without making it."""
-    scale = 1.0 if scale_per in ("head", "tensor") else None
-    create = functools.partial(KVCache.create, **sizes, scale_per=scale_per, k_scale=scale, v_scale=scale)
+    """The bytes of a cache that KVCache.create makes, without making it."""
+    scales = dict(k_scale=1.0) if scale_per in ("head", "tensor") else {}
+    if scales and not sizes.get("is_latent"):
+        scales["v_scale"] = 1.0
+    create = functools.partial(KVCache.create, **sizes, scale_per=scale_per, **scales)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(create)))
 
 
+@pytest.mark.parametrize("kind", [{}, LATENT, LATENT | dict(is_latent=False)], ids=["alike", "latent", "narrow values"])
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "scale_per"),
@@ -29,13 +35,13 @@ def created_bytes(*, scale_per, **sizes):
         *itertools.product((jnp.int8, "float8_e4m3fn"), ("token_head", "head", "tensor")),
     ],
 )
-def test_the_bytes_are_those_of_the_caches_and_one_block_more_does_not_fit(dtype, scale_per, stacked):
-    memory = 1_000_003
-    capacity = cache_capacity(memory, [7], num_layers=4, dtype=dtype, scale_per=scale_per, **SIZES)
+def test_the_bytes_are_those_of_the_caches_and_one_block_more_does_not_fit(dtype, scale_per, stacked, kind):
+    memory, sizes = 1_000_003, SIZES | kind | dict(dtype=dtype, scale_per=scale_per)
+    capacity = cache_capacity(memory, [7], num_layers=4, **sizes)
 
     def num_bytes(num_blocks):
-        arguments = dict(dtype=dtype, scale_per=scale_per, num_blocks=num_blocks, **SIZES)
-        return created_bytes(num_layers=4, **arguments) if stacked else 4 * created_bytes(**arguments)
+        sizes["num_blocks"] = num_blocks
+        return created_bytes(num_layers=4, **sizes) if stacked else 4 * created_bytes(**sizes)
 
     assert capacity.num_bytes == num_bytes(capacity.num_blocks) <= memory < num_bytes(capacity.num_blocks + 1)
     assert capacity.bytes_per_token * 5 == num_bytes(3) - num_bytes(2)
@@ -64,7 +70,7 @@ def test_windows_make_room_for_more():
     assert grouped.bytes_per_token == one_table.bytes_per_token
     assert grouped.num_bytes == 2 * created_bytes(
         dtype=jnp.bfloat16, scale_per=None, num_blocks=grouped.num_blocks, **SIZES
-    )  # of two caches
+    )  # two caches
     # Two groups of windows hold three blocks each, where the full one holds 20.
     assert grouped.num_seqs == (grouped.num_blocks - 1) // (20 + 2 * 3) > one_table.num_seqs
     assert grouped.num_tokens == (grouped.num_blocks - 1) // 3 * 5

@@ -1,28 +1,12 @@
-"""What the compiled modules hold: no copy of a cache, nothing as large as the gathered cache, no host."""
+"""Compiled modules: no copy of a cache, nothing as large as the gathered cache, no host."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpaged import (
-    AttentionStep,
-    CacheLayer,
-    KVCache,
-    paged_attention,
-)
+from jaxpaged import AttentionStep, CacheLayer, paged_attention
 from jaxpaged._attention import xla_tiles
-from tests.compiled import (
-    BLOCK_SIZE,
-    CACHE_ELEMENTS,
-    HEAD_DIM,
-    KV_HEADS,
-    NUM_BLOCKS,
-    SEQS,
-    cache_sized_copies,
-    decode_step,
-    inputs,
-    instructions,
-)
+from tests.compiled import CACHE_ELEMENTS, SEQS, cache_sized_copies, decode_step, inputs, instructions
 
 
 def test_a_donated_decode_step_copies_no_cache():
@@ -55,8 +39,6 @@ def test_a_whole_loop_copies_no_cache_and_never_calls_the_host():
 
 
 def test_a_scan_over_a_stack_copies_no_cache():
-    layers = 3
-
     def step(stack, allocator, q, k, v):
         allocator, slots, _ = allocator.append(jnp.ones(SEQS, jnp.int32))
         step = AttentionStep.create(allocator, slots)
@@ -66,19 +48,10 @@ def test_a_scan_over_a_stack_copies_no_cache():
             layer, out = step.attend(q, k, v, CacheLayer(stack, i))
             return (layer.stack, out), None
 
-        (stack, out), _ = jax.lax.scan(layer, (stack, q), jnp.arange(layers))
+        (stack, out), _ = jax.lax.scan(layer, (stack, q), jnp.arange(3))
         return stack, allocator, out
 
-    _, *rest = inputs()
-    stack = KVCache.create(
-        num_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        num_layers=layers,
-        dtype="float32",
-    )
-    text = jax.jit(step, donate_argnums=(0, 1)).lower(stack, *rest).compile().as_text()
+    text = jax.jit(step, donate_argnums=(0, 1)).lower(*inputs(num_layers=3)).compile().as_text()
     assert cache_sized_copies(text) == []
 
 

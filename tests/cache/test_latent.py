@@ -1,4 +1,4 @@
-"""Latent caches: one array, of which the first numbers are the values; and values of another width than keys."""
+"""Latent caches, one array whose first numbers are the values; and values of another width than keys."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import jaxpaged
-from jaxpaged import KVCache, cache_capacity
+from jaxpaged import KVCache
 from jaxpaged.ops import rotate_and_write_kv, write_kv
+from tests.transfers import block_leaves, same_bits
 
 SIZES = dict(num_kv_heads=1, head_dim=12, value_dim=8)
 KINDS = pytest.mark.parametrize("is_latent", [True, False])
@@ -28,11 +29,6 @@ def filled(is_latent: bool, dtype: str = "float32", num_layers: int | None = Non
 def tokens() -> tuple[jax.Array, jax.Array]:
     k = jax.random.normal(jax.random.key(0), (4, 1, 12))
     return k, k[..., :8] + 1
-
-
-def same(cache: KVCache, other: KVCache) -> bool:
-    assert jax.tree.structure(cache) == jax.tree.structure(other)
-    return all(bool((a == b).all()) for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(other), strict=True))
 
 
 @KINDS
@@ -59,38 +55,29 @@ def test_blocks_move_with_every_bit(is_latent, dtype, num_layers):
     copied = jax.jit(jaxpaged.ops.copy_blocks)(cache, ids, others)
     tables, lengths = jnp.asarray([[2, 3]]), jnp.asarray([4])
     contiguous = jaxpaged.ops.gather_kv(copied, tables, lengths)
-    axes = 0 if num_layers is None else 1
-    expected = np.asarray(cache.k, np.float32).take([1, 2], axes)
-    assert (np.asarray(contiguous.k, np.float32).reshape(expected.shape) == expected).all()
-    assert same(jaxpaged.ops.scatter_kv(cache, contiguous, tables, lengths), copied)
+    for pool, tokens in zip(block_leaves(cache), block_leaves(contiguous), strict=True):
+        assert (tokens.reshape(len(pool), 2, -1) == pool[:, [1, 2]]).all()
+    assert same_bits(jaxpaged.ops.scatter_kv(cache, contiguous, tables, lengths), copied)
 
 
-@DTYPES
-def test_rotation_begins_behind_the_values(dtype):
+def test_rotation_begins_after_the_values():
     k, _ = tokens()
     q, positions = jnp.tile(k, (1, 3, 1)), jnp.arange(4)
     frequencies = jaxpaged.rotary_frequencies(4)
     cache, turned = rotate_and_write_kv(filled(True), q, k, None, jnp.arange(2, 6), positions, frequencies)
     assert (turned[..., :8] == q[..., :8]).all()
-    plain = KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=4, dtype="float32")
     plain, expected = rotate_and_write_kv(
-        plain, q[..., 8:], k[..., 8:], k[..., 8:], jnp.arange(2, 6), positions, frequencies
+        KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=4, dtype="float32"),
+        *(x[..., 8:] for x in (q, k, k)),
+        jnp.arange(2, 6),
+        positions,
+        frequencies,
     )
     assert (turned[..., 8:] == expected).all()
     assert (cache.k[..., 8:] == plain.k).all()
     assert (cache.k[1:3].reshape(4, 1, 12)[..., :8] == k[..., :8]).all()
     with pytest.raises(ValueError, match="got 3 for head_dim=4"):
         rotate_and_write_kv(cache, q, k, None, jnp.arange(2, 6), positions, (1.0, 1.0, 1.0))
-
-
-@KINDS
-@pytest.mark.parametrize("quantised", [dict(), dict(dtype="int8"), dict(dtype="float8_e4m3fn", scale_per="head")])
-def test_capacity_agrees_to_the_byte(is_latent, quantised):
-    quantised = dict(dtype="bfloat16") | quantised
-    sizes = dict(block_size=2, is_latent=is_latent, **SIZES, **quantised)
-    capacity = cache_capacity(10_000, [5], num_layers=3, **sizes)
-    cache = KVCache.create(num_blocks=capacity.num_blocks, num_layers=3, **sizes)
-    assert capacity.num_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +94,7 @@ def test_rotary_numbers_in_two(dtype, scale_per, gain, is_layer):
         kind["k_scale"] = 0.1
 
     def errors(width):
-        """Of products of rotary numbers, and of latent numbers."""
+        """The errors of products of rotary numbers, and of latent numbers."""
         cache = KVCache.create(num_blocks=4, block_size=2, head_dim=width, num_layers=2 if is_layer else None, **kind)
         cache = jaxpaged.CacheLayer(cache, 1) if is_layer else cache
         split = jaxpaged.ops.split_rotary(cache, q, k) if width == 16 else (q, k)
@@ -130,31 +117,3 @@ def test_errors_of_rotary_numbers_in_two():
     ):
         with pytest.raises(ValueError, match=message):
             jaxpaged.ops.split_rotary(cache, k, k)
-
-
-def test_errors():
-    k, v = tokens()
-    latent, cache = filled(True), filled(False)
-    for other, values in ((latent, v), (cache, None)):
-        with pytest.raises(ValueError, match="v is None for a latent cache"):
-            write_kv(other, k, values, jnp.arange(4))
-    with pytest.raises(ValueError, match=r"v must be .* cache's \[1, 8\]; got v.shape=\(4, 1, 12\)"):
-        write_kv(cache, k, k, jnp.arange(4))
-    with pytest.raises(ValueError, match="value_dim=13, head_dim=12"):
-        KVCache.create(num_blocks=4, block_size=2, is_latent=True, **SIZES | dict(value_dim=13))
-    with pytest.raises(ValueError, match="leave v_scale out"):
-        KVCache.create(
-            num_blocks=4,
-            block_size=2,
-            is_latent=True,
-            dtype="int8",
-            scale_per="head",
-            k_scale=1.0,
-            v_scale=1.0,
-            **SIZES,
-        )
-    tables, lengths = jnp.asarray([[1]]), jnp.asarray([2])
-    with pytest.raises(ValueError, match="values of 8 of the key's numbers"):
-        jaxpaged.ops.scatter_kv(latent, jaxpaged.ops.gather_kv(cache, tables, lengths), tables, lengths)
-    with pytest.raises(ValueError, match="value_dim at most the width"):
-        jaxpaged.ops.copy_blocks(KVCache(k=latent.k, v=None), jnp.asarray([1]), jnp.asarray([2]))

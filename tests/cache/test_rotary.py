@@ -1,5 +1,7 @@
 """`rotate_and_write_kv`: against turns of complex numbers, and against `write_kv` by itself."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,10 @@ CACHES = {
 }
 
 
+def create(**changes):
+    return KVCache.create(**dict(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32") | changes)
+
+
 def new_tokens(dtype=jnp.float32):
     """q, k, v, slots and positions of two sequences of three tokens; the last slot is padding."""
     rng = np.random.default_rng(0)
@@ -25,39 +31,40 @@ def new_tokens(dtype=jnp.float32):
     return q, k, v, slots, jnp.asarray([[0, 1, 2], [1000, 1001, 131_071]], jnp.int32)
 
 
-def turned(x, positions):
-    """Dimensions i and i + 4 as a complex number, times exp(i p f)."""
-    x = np.asarray(x, np.float64)
-    angles = np.asarray(positions)[..., None, None] * np.asarray(FREQUENCIES)
-    numbers = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angles)
-    return np.concatenate([numbers.real, numbers.imag], axis=-1)
+def turned(x, positions, pairs):
+    """Each pair of dimensions as a complex number, times exp(i p f)."""
+    turned = np.array(x, np.float64)
+    for (i, j), frequency in zip(pairs, rotary_frequencies(2 * len(pairs)), strict=True):
+        number = (turned[..., i] + 1j * turned[..., j]) * np.exp(1j * np.asarray(positions)[..., None] * frequency)
+        turned[..., i], turned[..., j] = number.real, number.imag
+    return turned
 
 
-@pytest.mark.parametrize("jitted", [False, True])
-def test_turns(jitted):
-    function = jax.jit(rotate_and_write_kv, static_argnums=6) if jitted else rotate_and_write_kv
-    q, k, v, slots, positions = new_tokens()
-    cache, new_q = function(
-        KVCache.create(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32"),
-        q,
-        k,
-        v,
-        slots,
-        positions,
-        FREQUENCIES,
-    )
-    # An angle of 131,071 is a float32, up to 2^-8 off: what that turns a number by.
-    np.testing.assert_allclose(new_q, turned(q, positions), atol=2e-2)
-    np.testing.assert_allclose(new_q[0], turned(q, positions)[0], atol=1e-6)
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("num_pairs", [2, 4])
+def test_turns(num_pairs, interleaved, traced):
+    frequencies = rotary_frequencies(2 * num_pairs)
+    function, arguments = functools.partial(rotate_and_write_kv, interleaved=interleaved), (create(), *new_tokens())
+    if traced:
+        function, frequencies = jax.jit(function), jnp.asarray(frequencies, jnp.float32)
+    cache, new_q = function(*arguments, frequencies)
+    _, q, k, v, _, positions = arguments
+    pairs = [(2 * i, 2 * i + 1) if interleaved else (i, i + num_pairs) for i in range(num_pairs)]
+    expected_q, expected_k = (turned(x, positions, pairs) for x in (q, k))
+    # An angle of 131,071 is a float32, up to 2^-8 off, and so is the turn of a number.
+    np.testing.assert_allclose(new_q, expected_q, atol=2e-2)
+    np.testing.assert_allclose(new_q[0], expected_q[0], atol=1e-6)
+    assert not np.allclose(new_q[0], q[0])
     flat = np.asarray(cache.k).reshape(16, 2, 8)
-    np.testing.assert_allclose(flat[[4, 5, 6]], turned(k, positions)[0], atol=1e-6)
+    np.testing.assert_allclose(flat[[4, 5, 6]], expected_k[0], atol=1e-6)
     np.testing.assert_array_equal(cache.v.reshape(16, 2, 8)[jnp.asarray([4, 5, 6, 9, 10])], v.reshape(6, 2, 8)[:5])
     assert not flat[[0, 1, 2, 3, 7, 8, 11, 12, 13, 14, 15]].any()
 
 
 @pytest.mark.parametrize("name", CACHES)
 def test_writes_what_write_kv_writes(name):
-    empty = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8, **CACHES[name])
+    empty = create(**CACHES[name])
     q, k, v, slots, positions = new_tokens(jnp.bfloat16)
     cache, new_q = rotate_and_write_kv(empty, q, k, v, slots, positions, FREQUENCIES)
     _, new_k = rotate_and_write_kv(empty, k, k, v, slots, positions, FREQUENCIES)
@@ -73,6 +80,8 @@ def test_writes_what_write_kv_writes(name):
     [
         (dict(q=jnp.zeros((2, 3, 6, 16))), r"q and k must differ in their heads alone; got q.shape=\(2, 3, 6, 16\)"),
         (dict(q=jnp.zeros((3, 6, 8))), r"q and k must differ in their heads alone"),
+        (dict(q=jnp.zeros((2, 3, 6, 8), jnp.int8)), r"q must be floating point; got q.dtype=int8"),
+        (dict(q=jnp.zeros((2, 3, 6, 8), jnp.complex64)), r"q must be floating point; got q.dtype=complex64"),
         (dict(positions=jnp.zeros(3, jnp.int32)), r"positions must be int32 \[2, 3\], one a token; got int32 \[3\]"),
         (dict(positions=jnp.zeros((2, 3))), r"positions must be int32 \[2, 3\], one a token; got float32"),
         (dict(frequencies=(1.0,) * 5), r"frequencies must be up to head_dim // 2 numbers; got 5 for head_dim=8"),
@@ -84,9 +93,7 @@ def test_errors(change, message):
     names = ("q", "k", "v", "slots", "positions", "frequencies")
     arguments = dict(zip(names, (*new_tokens(), FREQUENCIES), strict=True)) | change
     with pytest.raises(ValueError, match=message):
-        rotate_and_write_kv(
-            KVCache.create(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32"), **arguments
-        )
+        rotate_and_write_kv(create(), **arguments)
 
 
 LLAMA = dict(
@@ -110,35 +117,7 @@ LONGROPE = dict(
 )
 
 
-def plain_llama3(frequencies):
-    """By wavelength, as Meta's reference has it: three cases."""
-    scaled = []
-    for frequency in frequencies:
-        length = 2 * np.pi / frequency
-        if length < 8192 / 4.0:
-            scaled.append(frequency)
-        elif length > 8192 / 1.0:
-            scaled.append(frequency / 8.0)
-        else:
-            smooth = (8192 / length - 1.0) / (4.0 - 1.0)
-            scaled.append((1 - smooth) * frequency / 8.0 + smooth * frequency)
-    return scaled
-
-
-def plain_yarn(frequencies, theta):
-    """By the dimension where the paper's ramp begins and ends: 32 turns and one in the context of training."""
-    dims = 2 * len(frequencies)
-    begin, end = (dims * np.log(32_768 / (turns * 2 * np.pi)) / (2 * np.log(theta)) for turns in (32, 1))
-    ramp = np.clip((np.arange(dims // 2) - np.floor(begin)) / (np.ceil(end) - np.floor(begin)), 0, 1)
-    return np.asarray(frequencies) * (1 - ramp) + np.asarray(frequencies) / 4.0 * ramp
-
-
-def test_scaled_frequencies():
-    plain = rotary_frequencies(128, 500_000.0)
-    np.testing.assert_allclose(rotary_frequencies(128, 500_000.0, LLAMA), plain_llama3(plain), rtol=1e-12)
-    plain = rotary_frequencies(128, 1e6)
-    np.testing.assert_allclose(rotary_frequencies(128, 1e6, YARN), plain_yarn(plain, 1e6), rtol=1e-12)
-    assert not np.allclose(rotary_frequencies(128, 1e6, YARN), plain)
+def test_fields_of_the_scaling():
     assert rotary_frequencies(4, scaling={"type": "linear", "factor": 2}) == (0.5, 0.005)
     assert rotary_frequencies(4, scaling={}) == rotary_frequencies(4)
     fields = dict(rope_type="default", partial_rotary_factor=0.25, rope_theta=500.0)
@@ -214,27 +193,9 @@ def test_scalings_that_are_not_known(scaling, message):
         rotary_frequencies(64, 10_000.0, scaling)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("num_pairs", [2, 4])
-def test_a_part_of_the_dimensions_and_pairs_of_neighbours(num_pairs, interleaved):
-    q, k, v, slots, positions = new_tokens()
-    empty = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32")
-    frequencies = jnp.asarray(rotary_frequencies(2 * num_pairs), jnp.float32)  # an array is as good
-    _, new_q = rotate_and_write_kv(empty, q, k, v, slots, positions, frequencies, interleaved=interleaved)
-    x = np.asarray(q, np.float64)
-    pairs = [(2 * i, 2 * i + 1) if interleaved else (i, i + num_pairs) for i in range(num_pairs)]
-    expected = x.copy()
-    for (i, j), frequency in zip(pairs, np.asarray(frequencies, np.float64), strict=True):
-        angle = np.asarray(positions)[..., None] * frequency
-        expected[..., i] = x[..., i] * np.cos(angle) - x[..., j] * np.sin(angle)
-        expected[..., j] = x[..., j] * np.cos(angle) + x[..., i] * np.sin(angle)
-    np.testing.assert_allclose(new_q[0], expected[0], atol=1e-6)
-    assert not np.allclose(new_q[0], x[0])
-
-
 def test_no_rotation():
     q, k, v, slots, positions = new_tokens()
-    empty = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32")
+    empty = create()
     cache, new_q = rotate_and_write_kv(empty, q, k, v, slots, positions, None)
     assert (new_q == q).all()
     assert (cache.k == write_kv(empty, k, v, slots).k).all()

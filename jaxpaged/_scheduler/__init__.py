@@ -1,4 +1,4 @@
-"""Which tokens of which request are computed in each step, as a pytree, inside jit.
+"""The scheduler: decides the tokens of each step inside jit. Its state is a pytree.
 
 `scheduler` has the public operations, in the order of a request:
 

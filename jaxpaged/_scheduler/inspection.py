@@ -29,7 +29,7 @@ def broken_invariants(scheduler: SchedulerState, allocator: BlockAllocator) -> t
     known, limits, lengths, live = scheduler.num_known, scheduler.limits, allocator.lengths, scheduler.is_live
     is_seated = seats < num_requests
     prefixes = scheduler.prefixes
-    left = num_requests if prefixes is None else prefixes.left  # their rows still hold blocks
+    left = num_requests if prefixes is None else prefixes.left  # these rows still hold blocks
     seated, served = seats[is_seated], order[live[order]]
     ranked = list(zip(scheduler.keys[served].tolist(), scheduler.arrivals[served].tolist(), strict=True))
     num_blocks = -(-(limits[live] - 1) // allocator.block_size)

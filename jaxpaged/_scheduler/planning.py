@@ -16,14 +16,14 @@ from jaxpaged._scheduler.state import SchedulerState
 def plan[S: SchedulerState](
     scheduler: S, allocator: BlockAllocator, width: int, *, is_mixed: bool, drafts: jax.Array | None = None
 ) -> tuple[S, BlockAllocator, StepPlan]:
-    """The step after an admission. `is_mixed`: whether a seat may get several tokens."""
+    """Plans a step. `is_mixed`: whether a seat may get several tokens."""
     is_open = ~scheduler.is_outbox_full
     is_seated = scheduler.seated < scheduler.max_requests
     needed = jnp.where(is_seated & is_open, per_seat(scheduler, scheduler.num_known) - allocator.lengths, 0)
     ranks = seat_ranks(scheduler)
     given = share(needed, ranks, width, is_mixed=is_mixed)
     if allocator.num_passed is not None:
-        # The pool has blocks for a token of the first in rank, but perhaps not for its chunk.
+        # The pool has blocks for one token of the first request in rank, but perhaps not for its chunk.
         given = jnp.where(ranks == ranks.min(), jnp.minimum(given, num_fitting(allocator)), given)
     is_sampled = (given > 0) & (given == needed)
     num_drafts = jnp.zeros_like(given)
@@ -40,7 +40,7 @@ def plan[S: SchedulerState](
         num_computed=scheduler.num_computed + given.sum(dtype=jnp.int32),
     )
     is_victim = ~ok.all() & last_in_rank(is_seated, allocator.lengths > 0, ranks)
-    # If there is one row for each seat, each has its own: attention needs neither packed queries nor other tables.
+    # With one row per seat, row i belongs to seat i: attention needs neither packed queries nor gathered tables.
     taken = given if is_mixed or width < scheduler.num_seqs else None
     return scheduler, allocator, pack(scheduler, allocator, given, taken, num_drafts, is_sampled, is_victim, width)
 
@@ -51,7 +51,7 @@ def seat_ranks(scheduler: SchedulerState) -> jax.Array:
 
 
 def with_due[S: SchedulerState](scheduler: S, is_due: jax.Array | bool) -> S:
-    """With a prefix cache: `change_seats` has something to do, if it had not before."""
+    """Makes `change_seats` due if `is_due`, with a prefix cache."""
     if scheduler.prefixes is None:
         return scheduler
     prefixes = dataclasses.replace(scheduler.prefixes, is_due=scheduler.prefixes.is_due | is_due)
@@ -64,7 +64,7 @@ def admit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, is_open: A
 
 
 def first_waiting(scheduler: SchedulerState) -> jax.Array:
-    """The waiting requests that come first in rank, one for each seat, int32 `[seats]`; `max_requests`: no more."""
+    """The first waiting requests in rank, int32 `[seats]`, padded with `max_requests`."""
     is_waiting = (scheduler.statuses == RequestStatus.WAITING)[scheduler.order]
     return first_marked(scheduler.order, is_waiting, size=scheduler.num_seqs, fill_value=scheduler.max_requests)
 
@@ -75,25 +75,25 @@ def give_seats[S: SchedulerState](
     """Gives seats to candidates, in their order, while seats and blocks suffice.
 
     Args:
-        scheduler: its free seats are given out.
-        allocator: whose blocks must suffice.
-        candidates: int32 `[seats]`, waiting requests; behind the last of them `max_requests`.
-        num_begun: int32 `[seats]`, blocks that each candidate begins with, in all groups.
-        num_woken: int32 `[seats]`, how many of them are free until it takes them.
+        scheduler: the scheduler, with the free seats.
+        allocator: the allocator, with the free blocks.
+        candidates: int32 `[seats]`, waiting requests, padded with `max_requests`.
+        num_begun: int32 `[seats]`, cached blocks that each candidate begins with, in all groups.
+        num_woken: int32 `[seats]`, the number of these that are free blocks until the candidate enters.
 
     Returns:
         scheduler: the new one.
-        entered: int32 `[seats]`, the index of the candidate that each seat was given to; the number of seats: none.
+        entered: int32 `[seats]`, the index of the candidate that got each seat; the number of seats: none.
     """
     num_requests, num_seqs = scheduler.max_requests, scheduler.num_seqs
     seats = jnp.arange(num_seqs, dtype=jnp.int32)
 
-    # 1. How many of them fit: each needs blocks for its known tokens and one more, beside the reserves of the seated
-    # requests and of those admitted before it. A request reserves at least what it needs to enter, so that those that
-    # fit are the first ones.
+    # 1. The number that fit. Each needs blocks for its known tokens and one more token, in addition to the reserves of
+    # seated requests and of earlier candidates. A request reserves at least what it needs to enter, so the candidates
+    # that fit are the first ones.
     is_free = scheduler.seated == num_requests
     owed = reserved_blocks(scheduler, allocator, scheduler.seated) - allocator.num_held_by_each()
-    owed = jnp.where(is_free, 0, jnp.maximum(owed, 0))  # windows hold more than they need until they give it back
+    owed = jnp.where(is_free, 0, jnp.maximum(owed, 0))  # with a window, a request may hold more until its next append
     reserved = reserved_blocks(scheduler, allocator, candidates) - num_begun
     reserved = jnp.where(candidates < num_requests, reserved, 0)
     before = jnp.cumsum(reserved + num_woken, dtype=jnp.int32) - reserved + owed.sum(dtype=jnp.int32)
@@ -102,7 +102,7 @@ def give_seats[S: SchedulerState](
     fits = (candidates < num_requests) & (seats < is_free.sum(dtype=jnp.int32))
     fits &= (before + entry <= allocator.num_free) & ~scheduler.was_refused
 
-    # 2. The i-th of them takes the i-th free seat.
+    # 2. The i-th candidate gets the i-th free seat.
     turn = jnp.cumsum(is_free, dtype=jnp.int32) - 1
     is_taken = is_free & (turn < fits.sum(dtype=jnp.int32))
     taken_by = jnp.where(is_taken, candidates.at[turn].get(mode="clip"), scheduler.seated)
@@ -112,7 +112,7 @@ def give_seats[S: SchedulerState](
 
 
 def reserved_blocks(scheduler: SchedulerState, allocator: BlockAllocator, request_ids: jax.Array) -> jax.Array:
-    """Blocks reserved for requests: for their known tokens and a spare one, but no more than they need in all."""
+    """Blocks reserved for requests: blocks of their known tokens and a spare one, at most what they ever need."""
     num_known, limits = rows_of((scheduler.num_known, scheduler.limits), request_ids)
     # The last token is sampled and never computed.
     num_blocks = jnp.minimum(allocator.num_blocks_for(num_known) + 1, allocator.num_blocks_for(limits - 1))
@@ -120,13 +120,13 @@ def reserved_blocks(scheduler: SchedulerState, allocator: BlockAllocator, reques
 
 
 def num_fitting(allocator: BlockAllocator) -> jax.Array:
-    """Tokens of each sequence, at least one, for which the free blocks suffice if no other sequence gets any."""
+    """The tokens, at least one, that each sequence could append with all free blocks."""
     num_blocks = allocator.num_blocks_for(allocator.lengths) + allocator.num_free // allocator.num_groups
     return jnp.maximum(num_blocks * allocator.block_size - allocator.lengths, 1)
 
 
 def share(needed: jax.Array, ranks: jax.Array, width: int, *, is_mixed: bool) -> jax.Array:
-    """Tokens of each seat, in order of rank: one if it needs any; in a mixed step then more, while there are rows."""
+    """Tokens for each seat, by rank: one for each that needs any, then, in a mixed step, more while there are rows."""
 
     def before(counts: jax.Array) -> jax.Array:
         return jnp.where(ranks[None] < ranks[:, None], counts[None], 0).sum(axis=1, dtype=jnp.int32)
@@ -146,14 +146,15 @@ def granted_drafts(
     drafts: jax.Array,  # int32 [seats, drafts]
     given: jax.Array,  # int32 [seats], known tokens
     is_sampled: jax.Array,
-    num_rows: jax.Array,  # that are left
+    num_rows: jax.Array,  # rows left over
 ) -> jax.Array:
-    """Drafts of each seat, int32 `[seats]`: the first of all seats, then the second, while there are rows.
+    """The number of drafts of each seat, int32 `[seats]`: first drafts of all seats, then second ones, while there are
+    rows.
 
-    They take free blocks if these suffice for all of them, else only the slots behind the known tokens.
+    If the free blocks do not suffice for all, drafts only use the free slots of blocks that the known tokens need.
     """
     turn = jnp.arange(1, drafts.shape[1] + 1, dtype=jnp.int32)[None]
-    # The token sampled behind the last draft is within the limit.
+    # The token sampled after the last draft must be within the limit.
     room = per_seat(scheduler, scheduler.limits) - per_seat(scheduler, scheduler.num_known) - 1
     is_wanted = is_sampled[:, None] & (turn <= room[:, None]) & (jnp.cumsum(drafts < 0, axis=1) == 0)
     num_drafts = have_rows(is_wanted, num_rows).sum(axis=1, dtype=jnp.int32)
@@ -165,7 +166,7 @@ def granted_drafts(
 
 
 def have_rows(is_wanted: jax.Array, num_rows: jax.Array) -> jax.Array:
-    """Which wanted drafts get one of the rows that are left: the first of all seats, then the second.
+    """Which wanted drafts get a row: first drafts of all seats, then second ones.
 
     Args:
         is_wanted: bool `[seats, drafts]`.
@@ -179,21 +180,21 @@ def have_rows(is_wanted: jax.Array, num_rows: jax.Array) -> jax.Array:
 
 
 def with_drafts[S: SchedulerState](scheduler: S, drafts: jax.Array, num_drafts: jax.Array) -> S:
-    """Drafts stand behind the known tokens, where `pack` and `commit` find them."""
+    """Writes the drafts after the known tokens, where `pack` and `commit` find them."""
     ordinals = jnp.arange(drafts.shape[1], dtype=jnp.int32)[None]
     columns = per_seat(scheduler, scheduler.num_known)[:, None] + ordinals
     return dataclasses.replace(scheduler, tokens=put_tokens(scheduler, ordinals < num_drafts[:, None], columns, drafts))
 
 
 def put_tokens(scheduler: SchedulerState, is_wanted: jax.Array, columns: jax.Array, tokens: jax.Array) -> jax.Array:
-    """`scheduler.tokens` with those that are wanted of `tokens`, `[seats, n]`."""
+    """`scheduler.tokens` with the wanted ones of `tokens`, `[seats, n]`, written to `columns`."""
     dropped = scheduler.max_requests + jnp.arange(scheduler.num_seqs, dtype=jnp.int32)
     rows = jnp.where(is_wanted, scheduler.seated[:, None], dropped[:, None])
     return scheduler.tokens.at[rows, columns].set(tokens, mode="drop", unique_indices=True)
 
 
 def last_in_rank(is_seated: jax.Array, has_blocks: jax.Array, ranks: jax.Array) -> jax.Array:
-    """The last in rank of those that have blocks, bool `[seats]`; never the first in rank of the seated."""
+    """The seat to preempt, bool `[seats]`: the last in rank that holds blocks, but never the first in rank."""
     is_candidate = is_seated & has_blocks & (ranks != ranks.min())
     return is_candidate & (ranks == jnp.where(is_candidate, ranks, -1).max())
 
@@ -202,7 +203,7 @@ def pack(
     scheduler: SchedulerState,
     allocator: BlockAllocator,
     given: jax.Array,
-    taken: jax.Array | None,  # rows of the step, of each seat; None: one for each
+    taken: jax.Array | None,  # int32 [seats], rows of each seat; None: one each
     num_drafts: jax.Array,
     is_sampled: jax.Array,
     is_victim: jax.Array,

@@ -1,4 +1,4 @@
-"""What becomes of requests: a step's tokens are committed, requests end, are preempted, aborted and drained."""
+"""Progress of requests: commit, preemption, abort and drain."""
 
 import dataclasses
 
@@ -24,10 +24,10 @@ def commit[S: SchedulerState](
     num_known = per_seat(scheduler, scheduler.num_known)
     columns = num_known[:, None] + jnp.arange(most, dtype=jnp.int32)[None]
 
-    # 1. Which of them count.
+    # 1. Which sampled tokens count.
     is_new, is_stop = which_count(scheduler, step, tokens, is_sampled, num_known, columns)
 
-    # 2. They become known.
+    # 2. These become known tokens.
     num_known += is_new.sum(axis=1, dtype=jnp.int32)
     of_each = jnp.where(is_new, scheduler.seated[:, None], num_requests)
     scheduler = dataclasses.replace(
@@ -44,7 +44,7 @@ def commit[S: SchedulerState](
         lengths = jnp.where(is_sampled, num_known - 1, allocator.lengths)
         allocator = allocator.let_go_behind(lengths, most - 1)
 
-    # 3. Which requests end, and which have to wait again.
+    # 3. Requests end, or wait again after preemption.
     is_stopped = (is_new & is_stop).any(axis=1)
     is_exhausted = is_sampled & ~is_stopped & (num_known >= per_seat(scheduler, scheduler.limits))
     is_preempted = step.is_victim & is_here & ~is_stopped & ~is_exhausted
@@ -76,18 +76,18 @@ def which_count(
     num_known: jax.Array,
     columns: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Which sampled tokens count, up to the first that is not its draft or that ends the request, and which end it.
+    """Which sampled tokens count: those up to the first that differs from its draft or ends the request.
 
     Args:
-        scheduler: with the drafts behind the known tokens.
-        step: what was planned.
+        scheduler: the scheduler, with the drafts after the known tokens.
+        step: the planned step.
         tokens: int32 `[seats, drafts + 1]`, the sampled ones.
         is_sampled: bool `[seats]`.
         num_known: int32 `[seats]`.
         columns: int32 `[seats, drafts + 1]`, where the sampled tokens go in the rows of `scheduler.tokens`.
 
     Returns:
-        is_new, is_stop: bool `[seats, drafts + 1]`.
+        is_new, is_stop: bool `[seats, drafts + 1]`, tokens that count, and stop tokens.
     """
     stop_ids = per_seat(scheduler, scheduler.stop_ids)[:, None]
     is_stop = ((stop_ids == tokens[..., None]) & (stop_ids >= 0)).any(axis=2)
@@ -112,10 +112,10 @@ def abort[S: SchedulerState](scheduler: S, allocator: BlockAllocator, marked: ja
 
 
 def drain[S: SchedulerState](scheduler: S) -> tuple[S, Outbox]:
-    is_finished = ~scheduler.is_live  # or free, which is 0 too
+    is_finished = ~scheduler.is_live  # free places too, whose status is 0 anyway
     if scheduler.prefixes is not None:  # its tokens are needed until `change_seats`
         is_finished = is_finished.at[scheduler.prefixes.left].set(False, mode="drop")
-        # Blocks may suffice by now for one that waits, though nobody left: windows give theirs back.
+        # A waiting request may fit now although none has left: windows free blocks.
         has_seat = (scheduler.seated == scheduler.max_requests).any()
         scheduler = planning.with_due(scheduler, has_seat & (scheduler.statuses == RequestStatus.WAITING).any())
     outbox = Outbox(

@@ -1,4 +1,4 @@
-"""What a scheduler holds and hands out: the status of a request, reasons for refusal, a step, an outbox."""
+"""Records of the scheduler: request status, refusals, sampling parameters, step plan and outbox."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxpaged._public_state import public_state
 
-MOST_ADAPTERS = 65_536  # the host sends a flag for each with every slice
+MOST_ADAPTERS = 65_536  # every slice carries a flag for each
 
 # Defaults of fields: scalars for all rows, with the dtype of the field.
 GREEDY: Any = np.float32(0)
@@ -35,7 +35,7 @@ class RequestStatus(enum.IntEnum):
     WAITING = 1  # it has no seat: it is new, or was preempted
     RUNNING = 2  # it has a seat
     STOPPED = 3  # one of its stop ids was sampled
-    EXHAUSTED = 4  # it has all the new tokens that it asked for
+    EXHAUSTED = 4  # it has all the new tokens requested
     ABORTED = 5
 
 
@@ -44,7 +44,7 @@ class SubmitStatus(enum.IntEnum):
 
     ACCEPTED = 0
     NO_PROMPT = 1  # a prompt length below 1: how a batch of submissions is padded
-    NO_NEW_TOKENS = 2  # it asks for less than one new token
+    NO_NEW_TOKENS = 2  # fewer than one new token requested
     TOO_LONG = 3  # more tokens than the scheduler's `max_length`, or a prompt longer than its row
     NEVER_FITS = 4  # more blocks than a table row, or than the pool
     QUEUE_FULL = 5  # no free place: submit it again after a `drain`
@@ -59,11 +59,11 @@ class Sampling:
     Attributes:
         temperature: float32; 0: greedy. Default: 0.
         top_k: int32; 0 or -1: all tokens. Default: 0.
-        top_p: float32, a part of the probability that top_k and min_p keep; 1: all of it. Default: 1.
-        min_p: float32, cuts tokens less likely than this part of the likeliest one's probability; 0: none. Default: 0.
+        top_p: float32, the part of the probability mass to keep after top_k and min_p; 1: all. Default: 1.
+        min_p: float32, cuts tokens less likely than min_p times the most likely one; 0: none. Default: 0.
         seed: uint32. Default: 0. Sample with `jax.random.fold_in(jax.random.key(seed), length)`, where length is the
             request's. Its tokens then depend neither on its seat, nor on other requests, nor on preemption.
-        adapter: int32, which adapter of the model it uses; -1: none. Requests with different ones share no blocks.
+        adapter: int32, index of the model's adapter; -1: none. Requests with different adapters share no blocks.
             Default: -1.
     """
 
@@ -84,18 +84,18 @@ class Sampling:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Requests:
-    """A batch of requests for `Scheduler.submit`, one a row. Where the shape is `[rows]`, a scalar counts for each row.
+    """A batch of requests for `Scheduler.submit`, one per row. Fields of shape `[rows]` may be scalars.
 
     Attributes:
         prompts: int32 `[rows, width]`, each prompt at the start of its row.
         prompt_lengths: int32 `[rows]`; 0: no request.
         max_new_tokens: int32 `[rows]`, at least 1.
-        head_starts: int32 `[rows]`, a request ranks as if it had come so many requests earlier, behind the one that
-            did; if negative, later. At most 2^29. Default: 0.
+        head_starts: int32 `[rows]`, a request is ranked as if it had arrived this many requests earlier, right after
+            the request that did; if negative, later. At most 2^29. Default: 0.
         stop_ids: int32 `[rows, n]`, tokens that end a request, n at most `num_stop_ids`; -1: none. Default: none.
-        sampling: each field `[rows]`. Default: that of each field.
-        findable: int32 `[rows]`, how many of a request's first tokens may come from the prefix cache; the others are
-            computed, for instance because their logits are wanted. Default: all.
+        sampling: parameters, each field `[rows]`.
+        findable: int32 `[rows]`, how many of a request's first tokens may come from the prefix cache. The others are
+            computed, for instance to score them. Default: all.
 
     Example: see `Scheduler.create`.
     """
@@ -113,7 +113,7 @@ class Requests:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """What one forward pass of the model computes: packed tokens in the order of their seats.
+    """The tokens of one forward pass of the model, packed in the order of their seats.
 
     Attributes:
         tokens: int32 `[tokens]`; 0 for padding.
@@ -150,7 +150,7 @@ class StepPlan:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outbox:
-    """What happened since the drain before.
+    """Sampled tokens and finished requests since the last drain.
 
     Attributes:
         tokens: int32 `[steps, seats]`, the sampled tokens, one row for each commit; -1: none. A scheduler with drafts

@@ -34,7 +34,7 @@ class Scheduler(SchedulerState):
     Attributes:
         tokens: int32 `[requests, max_length]`, the known tokens of each request, from the start of its row.
         num_known: int32 `[requests]`, the number of known tokens.
-        limits: int32 `[requests]`, the most that there may be: the prompt and the new tokens asked for.
+        limits: int32 `[requests]`, the most known tokens: the prompt and the new tokens requested.
         stop_ids: int32 `[requests, num_stop_ids]`, tokens that end the request; -1: none.
         sampling: how to sample for each request.
         statuses: int32 `[requests]`, the `RequestStatus` of each request.
@@ -44,12 +44,12 @@ class Scheduler(SchedulerState):
         ranks: int32 `[requests]`, each request's index in `order`.
         seated: int32 `[seats]`, the id of the request in each seat; `max_requests` if the seat is free.
         was_refused: bool `[]`, whether the last plan had too few blocks for a seated request.
-        outbox_tokens: int32 `[max_steps, seats * (num_drafts + 1)]`, what was sampled since the last drain.
-        outbox_request_ids: int32, as `outbox_tokens`, the request of each; `max_requests` if nothing was sampled.
+        outbox_tokens: int32 `[max_steps, seats * (num_drafts + 1)]`, tokens sampled since the last drain.
+        outbox_request_ids: int32, as `outbox_tokens`, the request of each token; `max_requests`: none.
         num_steps: int32 `[]`, commits since the last drain.
         next_arrival: int32 `[]`.
         num_computed: int32 `[]`, tokens planned so far; modulo 2^32, as are the next two.
-        num_recomputed: int32 `[]`, computed tokens that preemption dropped.
+        num_recomputed: int32 `[]`, computed tokens that preemption discarded.
         num_preempted: int32 `[]`, preemptions.
         prefixes: the prefix cache, and what it tracks for each seat. None: no prefix cache.
 
@@ -359,7 +359,7 @@ class Scheduler(SchedulerState):
         if self.prefixes is None:
             raise ValueError("there is nothing to forget: create the scheduler with a prefix_cache to call this.")
         salt, forgets = self.prefixes.salt, jnp.asarray(forgets)
-        salt = jnp.where(forgets, salt + len(salt), salt)  # which nothing has had
+        salt = jnp.where(forgets, salt + len(salt), salt)  # a salt that was never used
         forgetful = dataclasses.replace(self, prefixes=dataclasses.replace(self.prefixes, salt=salt))
         return planning.with_due(forgetful, forgets.any())
 

@@ -1,6 +1,6 @@
-"""Seats change hands with a prefix cache: requests that leave list their blocks, and new ones begin with listed blocks.
+"""Changes of seats with a prefix cache: finished requests list their blocks, new ones begin with listed blocks.
 
-That is a hundred small operations. They run only after steps that give cause for it.
+This costs a hundred small operations, so it runs only when it is due.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ NOTHING_TO_LIST = jnp.iinfo(jnp.int32).max
 def after_commit(
     prefixes: Prefixes, allocator: BlockAllocator, seated: jax.Array, has_left: jax.Array, is_sampled: jax.Array
 ) -> Prefixes:
-    """Notes what `change_seats` has to do: rows of requests that left, and full blocks that others may be waiting for.
+    """Records work for `change_seats`: rows of requests that left, and full blocks that others may be waiting for.
 
     Args:
-        prefixes: before the commit.
-        allocator: as it was planned.
+        prefixes: the state before the commit.
+        allocator: the allocator after the plan.
         seated: int32 `[seats]`, the request that was in each seat.
         has_left: bool `[seats]`.
-        is_sampled: bool `[seats]`: all that the request knew is computed.
+        is_sampled: bool `[seats]`, whether all known tokens of the request are computed.
     """
     num_full = allocator.lengths // allocator.block_size
     return dataclasses.replace(
@@ -78,9 +78,9 @@ def vacate(
 def ready(
     scheduler: SchedulerState, prefixes: Prefixes, allocator: BlockAllocator, tags: jax.Array
 ) -> tuple[jax.Array, PrefixMatch]:
-    """The first waiting requests, without those that gain by waiting on, and the blocks that are found for each.
+    """The first waiting requests that need not wait for blocks of others, and the blocks found for each.
 
-    The requests are int32 `[seats]`, with `max_requests` after the last.
+    The requests are int32 `[seats]`, padded with `max_requests`.
     """
     candidates = planning.first_waiting(scheduler)
     of_each = scheduler.num_known, prefixes.findable, scheduler.sampling.adapter
@@ -99,7 +99,7 @@ def ready(
 
 
 def tokens_in_blocks(scheduler: SchedulerState, allocator: BlockAllocator, request_ids: jax.Array) -> jax.Array:
-    """The tokens of requests in blocks, int32 `[requests, columns, block_size]`; of what is not known, any."""
+    """The tokens of requests in blocks, int32 `[requests, columns, block_size]`; arbitrary past the known tokens."""
     block_size = allocator.block_size
     num_columns = min(scheduler.tokens.shape[1] // block_size, allocator.block_tables.shape[-1])
     tokens = rows_of(scheduler.tokens, request_ids)
@@ -115,16 +115,16 @@ def is_being_computed(
     tags: jax.Array,
     new_tags: jax.Array,
 ) -> jax.Array:
-    """Whether a request before it computes the first block that a candidate lacks, bool `[seats]`.
+    """Whether a request earlier in rank computes the first block that a candidate lacks, bool `[seats]`.
 
     Args:
-        scheduler: its occupied seats compute.
-        prefixes: what they have listed.
+        scheduler: the scheduler, with the seated requests.
+        prefixes: the blocks that these have listed.
         allocator: for its block size.
-        candidates: int32 `[seats]`, waiting requests; they will compute.
-        matches: what they have.
-        tags: uint32 `[seats, columns]`, of the tokens of seated requests.
-        new_tags: uint32 `[seats, columns]`, of the candidates.
+        candidates: int32 `[seats]`, waiting requests.
+        matches: the blocks that these have found.
+        tags: uint32 `[seats, columns]`, tags of the tokens of seated requests.
+        new_tags: uint32 `[seats, columns]`, tags of the candidates' tokens.
     """
     num_seqs, column = scheduler.num_seqs, matches.num_found
     lacks = (column < matches.num_asked)[None]
@@ -140,7 +140,7 @@ def is_being_computed(
 
 
 def woken_by_each(allocator: BlockAllocator, matches: PrefixMatch) -> jax.Array:
-    """Free blocks that each would be the first to hold, if they enter in this order, int32 `[seats]`."""
+    """The number of free blocks that each match would be the first to hold, in this order, int32 `[seats]`."""
     pool, ids = allocator.pool, matches.ids.reshape(len(matches.ids), -1)
     is_free = matches.begin.reshape(ids.shape) & (pool.cached_at[ids] != pool.num_blocks)
     order = jnp.broadcast_to(jnp.arange(len(ids), dtype=jnp.int32)[:, None], ids.shape)

@@ -1,4 +1,4 @@
-"""What a scheduler holds, and the questions that its operations share."""
+"""The state of a scheduler, and properties that its operations share."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from jaxpaged._scheduler.records import RequestStatus, Sampling
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prefixes:
-    """What a scheduler with a prefix cache holds besides.
+    """The state of a scheduler that a prefix cache adds.
 
     Attributes:
         cache: the prefix cache.
-        salt: int32 `[1 + adapters]`, under which requests that begin now look for blocks: those without an adapter, and
-            those of each; `forget_prefixes` changes it.
-        salts: int32 `[seats]`, that of the request in each seat when it began.
-        num_listed: int32 `[seats]`, full blocks of a known part that is being computed which are cached already; where
-            nothing is to be listed before the request leaves, more than there can be.
+        salt: int32 `[1 + adapters]`, the salts of requests that start now, without an adapter and with each adapter.
+            `forget_prefixes` changes them.
+        salts: int32 `[seats]`, the salt of the request in each seat.
+        num_listed: int32 `[seats]`, full blocks that are listed already. `NOTHING_TO_LIST` if none is to be listed
+            before the request leaves.
         left: int32 `[seats]`, the request that left the seat, whose blocks the row still holds; `max_requests`: none.
-        findable: int32 `[requests]`, how many of its first tokens a request may find instead of computing them.
-        num_found: int32 `[requests]`, the tokens that each request found when it first began; -1: it has not begun.
+        findable: int32 `[requests]`, how many of its first tokens a request may find in the cache.
+        num_found: int32 `[requests]`, tokens that each request found when it first started; -1: it has not started.
         is_due: bool `[]`, whether `change_seats` may have something to do.
     """
 
@@ -54,7 +54,7 @@ class Prefixes:
         )
 
     def salts_of(self, adapters: jax.Array) -> jax.Array:
-        """For requests that begin now with these adapters, int32."""
+        """The salts of requests that start now with these adapters, int32."""
         return self.salt.at[adapters + 1].get(mode="clip")
 
 

@@ -1,4 +1,4 @@
-"""Submission: checks of new requests, which are refused, and their ranks."""
+"""Submission of requests: checks, refusals and ranks."""
 
 import dataclasses
 from typing import Any
@@ -18,7 +18,7 @@ MAX_HEAD_START = 2**29  # a key is an arrival less a head start, in int32
 
 
 def checked(scheduler: SchedulerState, requests: Requests) -> Requests:
-    """The requests as JAX arrays, with each field's rows written out."""
+    """The requests as JAX arrays, with scalars broadcast to rows."""
     if not isinstance(requests, Requests):
         raise ValueError(f"requests must be jaxpaged.scheduling.Requests; got {type(requests).__name__}.")
     prompts = checked_array("prompts", requests.prompts, "rows", "width")
@@ -101,7 +101,7 @@ def submit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, new: Requ
 
 
 def refused(scheduler: SchedulerState, allocator: BlockAllocator, new: Requests) -> jax.Array:
-    """A `SubmitStatus` for each row, but for a full queue."""
+    """A `SubmitStatus` for each row, apart from QUEUE_FULL."""
     max_length, width = scheduler.tokens.shape[1], new.prompts.shape[1]
     # Compared one by one, so that no sum overflows.
     is_too_long = (new.prompt_lengths > min(width, max_length)) | (new.max_new_tokens > max_length)

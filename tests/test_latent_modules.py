@@ -118,7 +118,7 @@ def test_a_token_continues_a_prompt_and_packed_tokens_do_too():
 
 @pytest.mark.parametrize("changes", [dict(), dict(v_head_dim=16, rotary_factor=1.0)])
 def test_prompts_by_keys_of_each_head(changes):
-    """Fresh, and after a history; uniform and packed, with single tokens and padding beside them."""
+    """Fresh, and after a history; uniform and packed, with single tokens and padding in the same call."""
     module, x = make(expanded_from=2, **changes), inputs(seqs=2)
     expected = jnp.concatenate([expanded(module, x[:1]), expanded(module, x[1:])])
     step = append(new_allocator(num_seqs=2, max_blocks_per_seq=3), 4, 2)
@@ -155,7 +155,7 @@ def test_which_prompts_have_keys_of_each_head(expanded_from):
 
 @pytest.mark.parametrize("changes", [dict(), dict(expanded_from=2)])
 def test_a_cache_with_rotary_numbers_in_two(changes):
-    """The width of the cache asks for it; absorbed queries, and those of a history, fit it."""
+    """The width of the cache decides. Absorbed queries fit it, with a history too."""
     module, x = make(**changes), inputs()
     weights = module.kv_a_proj_with_mqa.kernel
     weights[...] = weights[...] * jnp.asarray([1.0] * 16 + [4.0] * 4)[None]  # the rotary part has the most to say

@@ -1,4 +1,4 @@
-"""What `tools/count_code.py` counts."""
+"""Counts of `tools/count_code.py`."""
 
 import runpy
 from pathlib import Path

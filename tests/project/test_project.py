@@ -1,4 +1,4 @@
-"""What a public forge and a package index read: the workflow, the issue form, the package's metadata."""
+"""Files for a public forge and a package index: the workflow, the issue form, the package's metadata."""
 
 import re
 import tomllib

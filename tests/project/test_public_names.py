@@ -41,7 +41,7 @@ def test_help_and_pickles_of_instances():
 
 
 def test_types_are_found_and_signatures_name_them():
-    """`ArrayLike`, and not the union that it stands for."""
+    """`ArrayLike`, and not its union of types."""
     assert typing.get_type_hints(KVCache)["k_scale"] == jax.Array | None
     for value in CLASSES:
         typing.get_type_hints(value)
@@ -95,7 +95,7 @@ def test_large_state_is_a_line_of_names():
 
 
 def test_doctests_are_collected_once_from_the_files_that_define_them():
-    """`__module__` of public names is not the file's: the root's conftest.py tells doctest."""
+    """`__module__` of public names is not the file's: the root's conftest.py passes this on to doctest."""
     written, found = Counter(), Counter()
     for file in sorted((ROOT / "jaxpaged").rglob("*.py")):
         name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

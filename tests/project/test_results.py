@@ -44,7 +44,7 @@ def test_every_result_file_is_named_and_every_named_one_exists():
 
 
 def test_the_index_of_decisions_has_every_file_and_the_rules_that_there_are():
-    """The files are those that comments next to rules name."""
+    """Comments next to rules name the same files."""
     code = {path: text for path, text in TEXTS.items() if path.parts[0] in ("jaxpaged", "pallas_kernels")}
     index = (RESULTS / "decisions" / "README.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| .* \| `(\w+)` \|$", index, re.MULTILINE)

@@ -87,7 +87,7 @@ def test_the_extra_follows_the_driver(machine, answer, extra):
     assert run("find_extra.sh").stdout.strip() == extra
 
 
-# A Python that makes virtual environments of itself, installs in the time of one line, and tells what it did.
+# A Python that makes virtual environments of itself, installs in the time of one line, and logs its calls.
 FAKE_PYTHON = f"""
 case "$1 $2" in
     "-m venv") echo venv >>"$CALLS"; mkdir -p "$3/bin"; touch "$3/pyvenv.cfg"; cp "$0" "$3/bin/python"

@@ -13,6 +13,7 @@ import jaxpaged
 import jaxpaged.nnx
 from jaxpaged import AttentionStep, BlockAllocator, KVCache, LatentSettings
 from jaxpaged._cache.rotate import rotate
+from tests.cases import Case, oracle
 
 SETTINGS = LatentSettings(
     num_heads=3,
@@ -63,12 +64,18 @@ def call(module, *args, **options):
 
 
 def expanded(module, x):
-    """By ordinary attention on keys and values of each head: what the equations of the paper say."""
-    return expanded_of(*nnx.split(module), x)
+    """By ordinary attention on keys and values of each head: the equations of the paper."""
+    s, (q, k, v) = module.settings, projected(*nnx.split(module), x)
+    options = dict(scale=12**-0.5 if s.scale is None else s.scale)
+    if s.sliding_window is not None:
+        options["sliding_window"] = s.sliding_window
+    out, _ = oracle(Case(q, k, v, np.zeros((1, 1), np.int32), np.asarray([x.shape[1]]), options))
+    return module.o_proj(jnp.asarray(out.reshape(1, x.shape[1], -1)))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def expanded_of(graph, weights, x):
+def projected(graph, weights, x):
+    """Queries, keys and values of each head."""
     module = nnx.merge(graph, weights)
     s, tokens = module.settings, x.shape[1]
     q = module.q_proj(x) if s.q_lora_rank is None else module.q_b_proj(module.q_a_layernorm(module.q_a_proj(x)))
@@ -76,18 +83,11 @@ def expanded_of(graph, weights, x):
     down = module.kv_a_proj_with_mqa(x)
     latent, key = module.kv_a_layernorm(down[..., : s.kv_lora_rank]), down[..., None, s.kv_lora_rank :]
     keys, v = (up(latent).reshape(1, tokens, s.num_heads, -1) for up in (module.k_b_proj, module.v_b_proj))
-    angles = (
-        jnp.arange(tokens, dtype=jnp.float32)[None, :, None, None] * jnp.asarray(s.rotary_frequencies)[None, None, None]
-    )
+    angles = jnp.outer(jnp.arange(tokens, dtype=jnp.float32), jnp.asarray(s.rotary_frequencies))[None, :, None]
     cos, sin = (s.rotary_factor * f(angles) for f in (jnp.cos, jnp.sin))
     turn = lambda x: rotate(x, cos, sin, interleaved=s.interleaved, start=0)  # noqa: E731
     q = jnp.concatenate([q[..., : s.qk_nope_head_dim], turn(q[..., s.qk_nope_head_dim :])], axis=-1)
-    k = jnp.concatenate([keys, jnp.tile(turn(key), (1, 1, s.num_heads, 1))], axis=-1)
-    logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) * (12**-0.5 if s.scale is None else s.scale)
-    seen = jnp.tri(tokens, dtype=bool) & ~jnp.tri(tokens, k=-(s.sliding_window or tokens), dtype=bool)
-    logits = jnp.where(seen[None, None], logits, -jnp.inf)
-    out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits), v)
-    return module.o_proj(out.reshape(1, tokens, -1))
+    return q, jnp.concatenate([keys, jnp.tile(turn(key), (1, 1, s.num_heads, 1))], axis=-1), v
 
 
 @pytest.mark.parametrize(

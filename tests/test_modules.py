@@ -18,6 +18,7 @@ from jaxpaged import AttentionSettings, AttentionStep, BlockAllocator, CacheLaye
 from jaxpaged._attention import attend
 from jaxpaged._attention.plan import make_plan
 from jaxpaged.ops import write_kv
+from tests.cases import Case, oracle
 
 FEATURES, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 48, 6, 2, 16, 4
 SIZES = dict(
@@ -42,6 +43,7 @@ OPTIONS = [
     dict(rotary_frequencies=None, rotary=shrunk, use_sinks=True),
     dict(rotary_frequencies=None, alibi_slopes=tuple(2.0**-i for i in range(HEADS))),
 ]
+ATTENTION_OPTIONS = "scale", "sliding_window", "logits_soft_cap", "alibi_slopes"
 LENGTHS = (11, 1, 7)
 
 
@@ -83,7 +85,7 @@ def prompts():
 
 
 def dense(module, x, options):
-    """The same attention over one whole sequence [tokens, features], in NumPy, with nothing paged."""
+    """The same attention over one whole sequence [tokens, features], in NumPy: its cache is one block."""
     length, options, x = len(x), SIZES | options, np.asarray(x)
 
     def project(name, x):
@@ -114,17 +116,11 @@ def dense(module, x, options):
             return turned
 
         q, k = rotate(q), rotate(k)
-    k, v = (np.repeat(x, HEADS // KV_HEADS, axis=1) for x in (k, v))
-    logits = np.einsum("shd,thd->hst", q, k) * options.get("scale", HEAD_DIM**-0.5)
-    if "logits_soft_cap" in options:
-        logits = options["logits_soft_cap"] * np.tanh(logits / options["logits_soft_cap"])
-    distance = np.arange(length)[:, None] - np.arange(length)[None]
-    if "alibi_slopes" in options:
-        logits -= np.asarray(options["alibi_slopes"])[:, None, None] * distance
-    seen = (distance >= 0) & (distance < options.get("sliding_window", length))
-    weights = np.exp(np.where(seen, logits, -np.inf))
-    sinks = np.exp(np.asarray(module.sinks))[:, None, None] if options.get("use_sinks") else 0
-    out = np.einsum("hst,thd->shd", weights / (weights.sum(axis=-1, keepdims=True) + sinks), v).reshape(length, -1)
+    known = {name: options[name] for name in ATTENTION_OPTIONS if name in options}
+    if "use_sinks" in options:
+        known["sinks"] = np.asarray(module.sinks)
+    whole = Case(q[None], k[None], v[None], np.zeros((1, 1), np.int32), np.asarray([length]), known)
+    out = oracle(whole)[0].reshape(length, -1)
     if options.get("use_gate"):
         out = out / (1 + np.exp(-project("gate_proj", x)))
     return project("o_proj", out)

@@ -14,7 +14,7 @@ from jax import lax
 
 from benchmarks import checks, harness
 from benchmarks.allocator import loops, operations
-from benchmarks.engine import online, stream_clients, throughput
+from benchmarks.engine import online
 from benchmarks.kernels import cache_ops, decode, points, prefill
 from jaxpaged import paged_attention, paged_attention_reference
 from jaxpaged.ops import copy_blocks
@@ -224,28 +224,6 @@ def test_a_gpus_free_memory_is_filled(num_numbers):
     for program, order in ((part, 1), (reversed_part, -1)):
         out = checks.poisoned(program, x)
         assert (out[::order] == x).sum() == tenth
-
-
-STREAMED = (
-    b'HTTP/1.1 200 OK\r\n\r\n1f\r\ndata: {"choices": [{"text": "a"}]}\n\n\r\n'
-    b'30\r\ndata: {"choices": [], "usage": {"completion_tokens": 1}}\n\n\r\ne\r\ndata: [DONE]\n\n\r\n0\r\n\r\n'
-)
-
-
-def test_an_answer_that_is_no_whole_stream_is_an_error():
-    answer = stream_clients.read_answer(STREAMED, 0.5)
-    assert answer == stream_clients.Streamed("a", num_tokens=1, num_events=2, seconds_to_first=0.5)
-    for wrong in (STREAMED.replace(b"200", b"429"), STREAMED.replace(b"data: [DONE]", b"")):
-        with pytest.raises(AssertionError, match="a client got"):
-            stream_clients.read_answer(wrong, 0.5)
-
-
-def test_logprobs_that_differ_are_seen():
-    assert throughput.worst_nats([[-1.0, -2.0], []], [[-1.1, -2.0], []]) == pytest.approx(0.1)
-    with pytest.raises(AssertionError, match=r"differ by 1\.000 nats"):
-        throughput.worst_nats([[-1.0]], [[-2.0]])
-    with pytest.raises(ValueError, match="zip"):
-        throughput.worst_nats([[-1.0]], [[-1.0, -2.0]])
 
 
 def test_waits_are_counted_from_the_arrival():

@@ -22,9 +22,9 @@ from jaxpaged._engine.engine import Engine
 from jaxpaged._engine.generate import generate
 from jaxpaged._engine.records import Completion, EngineStats, RequestOutput, SamplingParams, Score
 from jaxpaged._engine.rollouts import Rollout
-from jaxpaged._latent_modules import LatentSettings
-from jaxpaged._lora import lora
-from jaxpaged._modules import AttentionSettings
+from jaxpaged._flax.attention import AttentionSettings
+from jaxpaged._flax.latent_attention import LatentSettings
+from jaxpaged._flax.lora import lora
 from jaxpaged._publish import publish as _publish
 from jaxpaged._rotary_frequencies import rotary_attention_factor, rotary_frequencies
 from jaxpaged._slice.options import EngineOptions

@@ -13,7 +13,7 @@ from flax import linen
 from jaxpaged._attention.attention_step import AttentionStep
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
-from jaxpaged._modules import AttentionSettings, check_call, rotate_write_attend, sum_sharding
+from jaxpaged._flax.attention import AttentionSettings, output_features, project_and_attend, sum_sharding
 
 __all__ = ["PagedAttention", "replace"]
 
@@ -51,7 +51,6 @@ class PagedAttention(linen.Module):
     ) -> tuple[C, jax.Array]:
         """As `jaxpaged.nnx.PagedAttention.__call__`."""
         s = self.settings
-        check_call(s, x, cache, step)
 
         def sharded(initializer: Callable[..., Any], *axes: str | None) -> Callable[..., Any]:
             return initializer if s.heads_axis is None else linen.with_partitioning(initializer, axes)
@@ -59,9 +58,9 @@ class PagedAttention(linen.Module):
         kernel_init, zeros = linen.linear.default_kernel_init, linen.initializers.zeros
         dtypes: Any = dict(dtype=s.dtype, param_dtype=s.param_dtype)
 
-        def to_heads(name: str, features: int) -> jax.Array:
+        def to_heads(name: str) -> jax.Array:
             return linen.Dense(
-                features,
+                output_features(s, name),
                 use_bias=s.use_bias,
                 kernel_init=sharded(kernel_init, None, s.heads_axis),
                 bias_init=sharded(zeros, s.heads_axis),
@@ -69,29 +68,13 @@ class PagedAttention(linen.Module):
                 name=name,
             )(x)
 
-        def norm(name: str) -> linen.RMSNorm:
-            assert s.norm_epsilon is not None
-            return linen.RMSNorm(s.norm_epsilon, **dtypes, name=name)
-
-        if s.fused:
-            q, k, v = s.split(to_heads("qkv_proj", s.features + 2 * s.kv_features))
-        else:
-            q = to_heads("q_proj", s.features)
-            k, v = to_heads("k_proj", s.kv_features), to_heads("v_proj", s.kv_features)
-        cache, out = rotate_write_attend(
-            s,
-            q,
-            k,
-            v,
-            cache,
-            step,
-            norms=None if s.norm_epsilon is None else (norm("q_norm"), norm("k_norm")),
-            sinks=self.param("sinks", sharded(zeros, s.heads_axis), (s.num_heads,), s.param_dtype)
-            if s.use_sinks
-            else None,
-        )
-        if s.use_gate:
-            out *= linen.sigmoid(to_heads("gate_proj", s.features))
+        sinks, norms = None, None
+        if s.use_sinks:
+            sinks = self.param("sinks", sharded(zeros, s.heads_axis), (s.num_heads,), s.param_dtype)
+        if s.norm_epsilon is not None:
+            norm = functools.partial(linen.RMSNorm, s.norm_epsilon, **dtypes)
+            norms = norm(name="q_norm"), norm(name="k_norm")
+        cache, out = project_and_attend(s, x, cache, step, project=to_heads, norms=norms, sinks=sinks)
         o_proj = linen.Dense(
             x.shape[-1],
             use_bias=s.use_output_bias,
@@ -107,8 +90,8 @@ class PagedAttention(linen.Module):
 def replace(module_type: type, call: Callable[..., Any]) -> Iterator[None]:
     """Replaces each call `module(*args)` by `call(module, *args)`, for the modules of a type, within `with`.
 
-    `jaxpaged.nnx.replace` for Linen. It decorates functions too. What `nn.jit` or `nn.remat` has traced before is not
-    traced again: call the parts of a model that stands under them.
+    `jaxpaged.nnx.replace` for Linen. It decorates functions too. Code that `nn.jit` or `nn.remat` has traced before is
+    not traced again: call the parts of the model inside them.
 
     Args:
         module_type: of the modules that are replaced.

@@ -12,8 +12,8 @@ from flax import nnx
 from jaxpaged._attention.attention_step import AttentionStep
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
-from jaxpaged._latent_modules import LatentSettings, check_latent_call, latent_attention
-from jaxpaged._modules import AttentionSettings, check_call, rotate_write_attend, sum_sharding
+from jaxpaged._flax.attention import AttentionSettings, output_features, project_and_attend, sum_sharding
+from jaxpaged._flax.latent_attention import LatentSettings, check_latent_call, latent_attention
 
 __all__ = ["LatentAttention", "PagedAttention", "replace"]
 
@@ -66,10 +66,10 @@ class PagedAttention(nnx.Module):
 
         common: Any = dict(dtype=s.dtype, param_dtype=s.param_dtype, rngs=rngs)
 
-        def to_heads(features: int) -> nnx.Linear:
+        def to_heads(name: str) -> nnx.Linear:
             return nnx.Linear(
                 in_features,
-                features,
+                output_features(s, name),
                 use_bias=s.use_bias,
                 kernel_metadata=metadata(None, s.heads_axis),
                 bias_metadata=metadata(s.heads_axis),
@@ -80,13 +80,12 @@ class PagedAttention(nnx.Module):
             return None if s.norm_epsilon is None else nnx.RMSNorm(s.head_dim, epsilon=s.norm_epsilon, **common)
 
         if s.fused:
-            self.qkv_proj = to_heads(s.features + 2 * s.kv_features)
+            self.qkv_proj = to_heads("qkv_proj")
         else:
-            self.q_proj = to_heads(s.features)
-            self.k_proj, self.v_proj = to_heads(s.kv_features), to_heads(s.kv_features)
+            self.q_proj, self.k_proj, self.v_proj = map(to_heads, ("q_proj", "k_proj", "v_proj"))
         self.q_norm, self.k_norm = norm(), norm()
         self.sinks = nnx.Param(jnp.zeros(s.num_heads, s.param_dtype), **metadata(s.heads_axis)) if s.use_sinks else None
-        self.gate_proj = to_heads(s.features) if s.use_gate else None
+        self.gate_proj = to_heads("gate_proj") if s.use_gate else None
         self.o_proj = nnx.Linear(
             s.features, in_features, use_bias=s.use_output_bias, kernel_metadata=metadata(s.heads_axis, None), **common
         )
@@ -111,23 +110,15 @@ class PagedAttention(nnx.Module):
         Raises:
             ValueError: shapes that do not fit.
         """
-        check_call(self.settings, x, cache, step)
-        if self.settings.fused:
-            q, k, v = self.settings.split(self.qkv_proj(x))
-        else:
-            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        cache, out = rotate_write_attend(
+        cache, out = project_and_attend(
             self.settings,
-            q,
-            k,
-            v,
+            x,
             cache,
             step,
+            project=lambda name: getattr(self, name)(x),
             norms=None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm),
             sinks=None if self.sinks is None else self.sinks[...],
         )
-        if self.gate_proj is not None:
-            out *= nnx.sigmoid(self.gate_proj(x))
         return cache, self.o_proj(out, out_sharding=sum_sharding(out))
 
 

@@ -16,7 +16,7 @@ def paired(values, *others):
     return [(value, *(other[i % len(other)] for other in others)) for i, value in enumerate(values)]
 
 
-GARBAGE_IDS = (-7, -1, 2**31 - 1, 10**6)  # what may stand in a table behind a sequence's blocks
+GARBAGE_IDS = (-7, -1, 2**31 - 1, 10**6)  # entries of a table after a sequence's blocks
 
 # Every option of paged_attention, by the name that a test reports. `heads` is 6 in all cases.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -72,17 +72,17 @@ def make_case(
     q_len: int | None = None,
     dtype: Any = jnp.float32,
     cache_dtype: Any = None,
-    scale_shape: str | None = None,  # of a quantised cache: "tensor", "head" or "token_head"
+    scale_shape: str | None = None,  # quantised caches: "tensor", "head" or "token_head"
     options: dict[str, Any] | None = None,
 ) -> Case:
-    """Permuted tables, a block that two sequences share, garbage ids behind each sequence's blocks, and NaN in every
+    """Permuted tables, a block that two sequences share, garbage ids after each sequence's blocks, and NaN in every
     block outside the tables and in every slot past the end."""
     rng = np.random.default_rng(seed)
     if lengths is None:
         full = max_blocks * block_size
         lengths = (0, 1, block_size - 1, block_size, block_size + 1, full, full - block_size // 2, 2 * block_size + 3)
     seqs, held = len(lengths), [-(-length // block_size) for length in lengths]
-    num_blocks = sum(held) + 4  # the null block, and three that belong to nobody
+    num_blocks = sum(held) + 4  # the null block, and three in no table
     ids = iter(rng.permutation(num_blocks - 1) + 1)
     tables = rng.choice(np.asarray(GARBAGE_IDS, np.int32), (seqs, max_blocks))
     for row, count in zip(tables, held, strict=True):
@@ -98,7 +98,7 @@ def make_case(
 
     if cache_dtype == jnp.int8 and scale_shape is None:
         scale_shape = "tensor"  # int8 has no meaning without
-    options = dict(options or {})
+    chosen: dict[str, Any] = dict(options or {})
 
     def cache(name: str, head_dim: int) -> jax.Array:
         cache_shape = (num_blocks, block_size, kv_heads, head_dim)
@@ -112,7 +112,7 @@ def make_case(
             scales = np.asarray(rng.uniform(0.01, 0.05, shape), np.float32)
             if scale_shape == "token_head":
                 scales[~legal] = np.nan
-            options[name] = jax.device_put(scales)
+            chosen[name] = jax.device_put(scales)
         return jax.device_put(values.astype(cache_dtype or dtype))  # `jnp.asarray` would compile a program a shape
 
     k_cache = cache("k_scale", head_dim)
@@ -120,7 +120,7 @@ def make_case(
         v_cache = cache("v_scale", value_dim or head_dim)
     else:
         v_cache = jax.device_put(np.asarray(k_cache)[..., :value_dim])
-        options = {"scale": 0.1, **options, "value_dim": value_dim}
+        chosen = {"scale": 0.1, **chosen, "value_dim": value_dim}
     q_shape = (seqs, heads, head_dim) if q_len is None else (seqs, q_len, heads, head_dim)
     return Case(
         q=jax.device_put(rng.normal(size=q_shape).astype(np.float32).astype(dtype)),
@@ -128,7 +128,7 @@ def make_case(
         v_cache=v_cache,
         block_tables=jax.device_put(tables.astype(np.int32)),
         lengths=jax.device_put(np.asarray(lengths, np.int32)),
-        options=options,
+        options=chosen,
     )
 
 
@@ -150,7 +150,7 @@ def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 
 def plain(case: Case) -> np.ndarray:
-    """What plain array code gives at the case's own precision: logits and sums in float32, weights and output rounded
+    """The result of plain arrays at the case's own precision: logits and sums in float32, weights and output rounded
     to q's dtype. Its distance from the oracle is the yardstick of the error budget."""
     same = case.k_cache.dtype == case.q.dtype and "k_scale" not in case.options
     return _by_numpy(case, case.q.dtype if same else np.float32, case.q.dtype)[0].astype(np.float32)
@@ -158,13 +158,16 @@ def plain(case: Case) -> np.ndarray:
 
 def _by_numpy(case: Case, wide: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
     """In numbers of the dtype `wide`, output in `dtype`. Nothing to compile."""
-    options = {k: value if isinstance(value, int | float) else np.asarray(value) for k, value in case.options.items()}
-    q, k_cache, v_cache = map(np.asarray, (case.q, case.k_cache, case.v_cache))
-    tables_and_lengths = map(np.asarray, (case.block_tables, case.lengths))
+    options: dict[str, Any] = {
+        name: value if isinstance(value, int | float) else np.asarray(value) for name, value in case.options.items()
+    }
+    q, k_cache, v_cache, tables, lengths = map(
+        np.asarray, (case.q, case.k_cache, case.v_cache, case.block_tables, case.lengths)
+    )
     v_scale = options.get("k_scale" if "value_dim" in options else "v_scale")
     k, v = _dequantised(k_cache, options.get("k_scale"), wide), _dequantised(v_cache, v_scale, wide)
     with np.errstate(all="ignore"):
-        return _plain(np, q.astype(wide), k, v, *tables_and_lengths, dtype, options)
+        return _plain(np, q.astype(wide), k, v, tables, lengths, dtype, options)
 
 
 def _dequantised(cache: np.ndarray, factor: np.ndarray | None, dtype: Any) -> np.ndarray:

@@ -565,7 +565,7 @@ MUTANTS = (
     ),
     Mutant(
         "latents: new tokens count twice",
-        "jaxpaged/_latent_modules.py",
+        "jaxpaged/_flax/latent_attention.py",
         "history = allocator.lengths - counts",
         "history = allocator.lengths",
         "tests/test_latent_modules.py::by_keys_of_each_head",
@@ -573,7 +573,7 @@ MUTANTS = (
     ),
     Mutant(
         "latents: padding rows of a history count as new",
-        "jaxpaged/_latent_modules.py",
+        "jaxpaged/_flax/latent_attention.py",
         "is_new.sum(axis=1, dtype=jnp.int32)",
         "jnp.int32(slots.shape[1])",
         "tests/test_padding.py::LatentAttention and expanded",
@@ -581,7 +581,7 @@ MUTANTS = (
     ),
     Mutant(
         "latents: a window is lost among new tokens",
-        "jaxpaged/_latent_modules.py",
+        "jaxpaged/_flax/latent_attention.py",
         "step.tree_mask, step.prefix_groups, settings.sliding_window, num_partitions",
         "step.tree_mask, step.prefix_groups, num_partitions",
         "tests/test_latent_modules.py::a_window_holds",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import flax.linen
 import jax
@@ -17,6 +18,7 @@ from jaxpaged import AttentionSettings, AttentionStep, BlockAllocator, CacheLaye
 from jaxpaged._attention import attend
 from jaxpaged._attention.plan import make_plan
 from jaxpaged.ops import write_kv
+from tests.cases import Case, oracle
 
 FEATURES, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 48, 6, 2, 16, 4
 SIZES = dict(
@@ -41,6 +43,7 @@ OPTIONS = [
     dict(rotary_frequencies=None, rotary=shrunk, use_sinks=True),
     dict(rotary_frequencies=None, alibi_slopes=tuple(2.0**-i for i in range(HEADS))),
 ]
+ATTENTION_OPTIONS = "scale", "sliding_window", "logits_soft_cap", "alibi_slopes"
 LENGTHS = (11, 1, 7)
 
 
@@ -57,13 +60,13 @@ def make(options):
     return ours, functools.partial(linen.apply, {"params": nnx.to_pure_dict(state)})
 
 
-def fresh():
-    cache = KVCache.create(
-        num_blocks=16, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype="float32"
-    )
-    return cache, BlockAllocator.create(
-        num_blocks=16, block_size=BLOCK_SIZE, num_seqs=len(LENGTHS), max_blocks_per_seq=4
-    )
+def new_cache(dtype="float32", **options):
+    sizes = dict(num_blocks=16, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    return KVCache.create(**sizes | options, dtype=dtype)
+
+
+def new_allocator():
+    return BlockAllocator.create(num_blocks=16, block_size=BLOCK_SIZE, num_seqs=len(LENGTHS), max_blocks_per_seq=4)
 
 
 def tokens():
@@ -75,8 +78,14 @@ def prompt_batch(sequences, q_len):
     return jnp.asarray(np.stack([np.pad(x, ((q_len - len(x), 0), (0, 0))) for x in sequences]))
 
 
+def prompts():
+    """All tokens as one call: x, and the step."""
+    allocator, slots, _ = new_allocator().append(jnp.asarray(LENGTHS, jnp.int32), q_len=max(LENGTHS))
+    return prompt_batch(tokens(), max(LENGTHS)), AttentionStep.create(allocator, slots)
+
+
 def dense(module, x, options):
-    """The same attention over one whole sequence [tokens, features], in NumPy, with nothing paged."""
+    """The same attention over one whole sequence [tokens, features], in NumPy: its cache is one block."""
     length, options, x = len(x), SIZES | options, np.asarray(x)
 
     def project(name, x):
@@ -107,17 +116,11 @@ def dense(module, x, options):
             return turned
 
         q, k = rotate(q), rotate(k)
-    k, v = (np.repeat(x, HEADS // KV_HEADS, axis=1) for x in (k, v))
-    logits = np.einsum("shd,thd->hst", q, k) * options.get("scale", HEAD_DIM**-0.5)
-    if "logits_soft_cap" in options:
-        logits = options["logits_soft_cap"] * np.tanh(logits / options["logits_soft_cap"])
-    distance = np.arange(length)[:, None] - np.arange(length)[None]
-    if "alibi_slopes" in options:
-        logits -= np.asarray(options["alibi_slopes"])[:, None, None] * distance
-    seen = (distance >= 0) & (distance < options.get("sliding_window", length))
-    weights = np.exp(np.where(seen, logits, -np.inf))
-    sinks = np.exp(np.asarray(module.sinks))[:, None, None] if options.get("use_sinks") else 0
-    out = np.einsum("hst,thd->shd", weights / (weights.sum(axis=-1, keepdims=True) + sinks), v).reshape(length, -1)
+    known = {name: options[name] for name in ATTENTION_OPTIONS if name in options}
+    if "use_sinks" in options:
+        known["sinks"] = np.asarray(module.sinks)
+    whole = Case(q[None], k[None], v[None], np.zeros((1, 1), np.int32), np.asarray([length]), known)
+    out = oracle(whole)[0].reshape(length, -1)
     if options.get("use_gate"):
         out = out / (1 + np.exp(-project("gate_proj", x)))
     return project("o_proj", out)
@@ -125,98 +128,54 @@ def dense(module, x, options):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=", ".join)
 def test_prefill_and_decode_are_dense_attention_in_both(options):
-    module, apply = make(options)
-    sequences = tokens()
-    expected = [dense(module, x, options) for x in sequences]
-    for call in (module, apply):
-        cache, allocator = fresh()
-        # All but the last token at once, ragged; then the last by itself.
-        q_len = max(LENGTHS) - 1
-        allocator, slots, ok = allocator.append(jnp.asarray([n - 1 for n in LENGTHS], jnp.int32), q_len=q_len)
-        assert ok.all()
-        step = AttentionStep.create(allocator, slots)
-        cache, out = call(prompt_batch([x[:-1] for x in sequences], q_len), cache, step)
-        for row, length, wanted in zip(np.asarray(out), LENGTHS, expected, strict=True):
-            np.testing.assert_allclose(row[q_len - length + 1 :], wanted[:-1], atol=2e-5)
-        allocator, slots, ok = allocator.append(jnp.ones(len(LENGTHS), jnp.int32))
-        # As one row of each sequence, and as one token.
-        last = prompt_batch([x[-1:] for x in sequences], 1)
-        _, out = call(last, cache, AttentionStep.create(allocator, slots[:, None]))
+    modules, sequences, q_len = make(options), tokens(), max(LENGTHS) - 1
+    expected = [dense(modules[0], x, options) for x in sequences]
+    # All but the last token at once, ragged; then the last as one row of each sequence, and as one token.
+    allocator, slots, ok = new_allocator().append(jnp.asarray([n - 1 for n in LENGTHS], jnp.int32), q_len=q_len)
+    prompt = prompt_batch([x[:-1] for x in sequences], q_len), AttentionStep.create(allocator, slots)
+    assert ok.all()
+    allocator, slots, _ = allocator.append(jnp.ones(len(LENGTHS), jnp.int32))
+    last = prompt_batch([x[-1:] for x in sequences], 1)
+    results = []
+    for call in modules:
+        cache, out = call(prompt[0], new_cache(), prompt[1])
+        _, rows = call(last, cache, AttentionStep.create(allocator, slots[:, None]))
         _, single = call(last[:, 0], cache, AttentionStep.create(allocator, slots))
-        for row, token, wanted in zip(np.asarray(out), np.asarray(single), expected, strict=True):
-            np.testing.assert_allclose(row[0], wanted[-1], atol=2e-5)
-            np.testing.assert_allclose(token, wanted[-1], atol=2e-5)
+        for i, wanted in enumerate(expected):
+            np.testing.assert_allclose(out[i, q_len - len(wanted) + 1 :], wanted[:-1], atol=2e-5)
+            np.testing.assert_allclose(rows[i, 0], wanted[-1], atol=2e-5)
+            np.testing.assert_allclose(single[i], wanted[-1], atol=2e-5)
+        results.append((cache, out, single))
+    for left, right in zip(*map(jax.tree.leaves, results), strict=True):
+        assert (left == right).all()
 
 
 @pytest.mark.parametrize("options", [OPTIONS[2], OPTIONS[3]], ids=", ".join)
-def test_packed_tokens_give_what_padded_rows_give(options):
-    """Behind a history, one token of the second sequence, and padding on both ends."""
-    module, apply = make(options)
-    old, new = np.asarray([2, 0, 5], np.int32), np.asarray([9, 1, 2], np.int32)
-    cache, allocator = fresh()
-    allocator, slots, _ = allocator.append(old, q_len=5)
-    x = prompt_batch([x[:n] for x, n in zip(tokens(), old, strict=True)], 5)
-    cache, _ = module(x, cache, AttentionStep.create(allocator, slots))
-    after, slots, _ = allocator.append(new, q_len=9)
-    newest = [x[n:] for x, n in zip(tokens(), old, strict=True)]
-    expected_cache, expected = module(prompt_batch(newest, 9), cache, AttentionStep.create(after, slots))
-    expected = np.concatenate([row[9 - len(x) :] for row, x in zip(np.asarray(expected), newest, strict=True)])
+def test_packed_tokens_with_padding_on_both_ends(options):
+    modules, sequences = make(options), tokens()
+    expected = np.concatenate([dense(modules[0], x, options) for x in sequences])
+    allocator = prompts()[1].allocator
+    owners = np.repeat([-1, 0, 1, 2, -1], [1, *LENGTHS, 1]).astype(np.int32)
+    positions = np.concatenate([[0], *map(np.arange, LENGTHS), [0]]).astype(np.int32)
+    x, slots = jnp.pad(jnp.concatenate(sequences), ((1, 1), (0, 0))), allocator.slots(owners, positions)
 
-    query_starts = jnp.asarray([1, 10, 11, 13], jnp.int32)
-    owners = jnp.asarray([-1, *[0] * 9, 1, 2, 2, -1], jnp.int32)
-    positions = jnp.asarray([0, *range(2, 11), 0, 5, 6, 0], jnp.int32)
-    x = jnp.asarray(np.pad(np.concatenate(newest), ((1, 1), (0, 0))))
-    slots = after.slots(owners, positions)
-    step = AttentionStep.create(after, slots, query_starts=query_starts)
-    for call in (module, apply):
-        packed_cache, out = call(x, cache, step)
-        assert out.shape == x.shape
-        np.testing.assert_allclose(np.asarray(out)[1:-1], expected, atol=2e-5)
-        for array, wanted in zip(jax.tree.leaves(packed_cache), jax.tree.leaves(expected_cache), strict=True):
-            np.testing.assert_allclose(array, wanted, atol=1e-6)
+    def packed(call, query_starts):
+        step = AttentionStep.create(allocator, slots, query_starts=jnp.asarray(query_starts))
+        return call(x, new_cache(), step)[1][1:-1]
+
+    starts = np.cumsum([1, *LENGTHS])
+    for call in modules:
+        np.testing.assert_allclose(packed(call, starts), expected, atol=2e-5)
     # A twin with a mistake in it: the last token of the first sequence given to the second.
-    wrong_starts = jnp.asarray([1, 9, 11, 13], jnp.int32)
-    _, wrong = module(x, cache, AttentionStep.create(after, slots, query_starts=wrong_starts))
-    assert not np.allclose(np.asarray(wrong)[1:-1], expected, atol=2e-5)
+    assert not np.allclose(packed(modules[0], starts - [0, 1, 0, 0]), expected, atol=2e-5)
 
 
-def test_a_tree_gives_what_its_branches_give():
-    """Behind 2 tokens a root and its two children."""
-    module, apply = make(OPTIONS[2])
-    cache, allocator = fresh()
-    x = tokens()[0]
-    history, new = jnp.asarray([2, 0, 0], jnp.int32), jnp.asarray([3, 0, 0], jnp.int32)
-    allocator, slots, _ = allocator.append(history, q_len=3)
-    cache, _ = module(prompt_batch([x[:2]] * 3, 3), cache, AttentionStep.create(allocator, slots))
-    after, slots, _ = allocator.append(new, q_len=3)
-    positions = jnp.asarray([[2, 3, 3]] * 3, jnp.int32)
-    mask = jnp.tile(jaxpaged.tree_mask(jnp.asarray([-1, 0, 0]))[None], (3, 1, 1))
-    chain = AttentionStep.create(after, slots)
-    first, second = (
-        np.asarray(module(prompt_batch([x[order]] * 3, 3), cache, chain)[1]) for order in ([2, 3, 4], [2, 4, 3])
-    )
-    tree = AttentionStep.create(after, slots, positions=positions, tree_mask=mask)
-    for call in (module, apply):
-        _, out = call(prompt_batch([x[2:5]] * 3, 3), cache, tree)
-        out = np.asarray(out)
-        np.testing.assert_allclose(out[0, :2], first[0, :2], atol=2e-5)
-        np.testing.assert_allclose(out[0, 2], second[0, 1], atol=2e-5)
-        assert not np.allclose(out[0, 2], first[0, 2], atol=2e-5)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_a_layer_of_a_stack_serves_as_a_cache(dtype):
+def test_a_layer_of_a_stack_serves_as_a_cache():
     module, apply = make({})
-    cache, allocator = fresh()
-    cache = KVCache.create(num_blocks=16, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=dtype)
-    stack = KVCache.create(
-        num_blocks=16, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=dtype, num_layers=3
-    )
-    allocator, slots, _ = allocator.append(jnp.asarray(LENGTHS, jnp.int32), q_len=11)
-    x, step = prompt_batch(tokens(), 11), AttentionStep.create(allocator, slots)
-    alone, expected = module(x, cache, step)
+    x, step = prompts()
+    alone, expected = module(x, new_cache("int8"), step)
     for call in (module, apply):
-        layer, out = call(x, CacheLayer(stack, 1), step)
+        layer, out = call(x, CacheLayer(new_cache("int8", num_layers=3), 1), step)
         assert np.array_equal(out, expected)
         for array, wanted in zip(jax.tree.leaves(layer.stack), jax.tree.leaves(alone), strict=True):
             assert np.array_equal(array[1], wanted)
@@ -224,16 +183,11 @@ def test_a_layer_of_a_stack_serves_as_a_cache(dtype):
 
 
 def test_attend_passes_tables_scales_and_options():
-    cache, allocator = (
-        KVCache.create(num_blocks=16, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype="int8"),
-        fresh()[1],
-    )
-    allocator, slots, _ = allocator.append(jnp.asarray(LENGTHS, jnp.int32), q_len=11)
-    step = AttentionStep.create(allocator, slots)
+    cache, (_, step) = new_cache("int8"), prompts()
     q, k, v = (jax.random.normal(jax.random.key(i), (3, 11, KV_HEADS, HEAD_DIM)) for i in range(3))
-    written = write_kv(cache, k, v, slots)
+    written = write_kv(cache, k, v, step.slots)
     scales = dict(k_scale=written.k_scale, v_scale=written.v_scale)
-    arrays = (q, written.k, written.v, allocator.block_tables, allocator.lengths)
+    arrays = (q, written.k, written.v, step.allocator.block_tables, step.allocator.lengths)
     slopes = jnp.asarray([0.1, 0.7])
     options = dict(sliding_window=3, scale=0.3, logits_soft_cap=2.0, alibi_slopes=slopes, sinks=slopes)
     expected = paged_attention(*arrays, **scales, **options, num_partitions=2, implementation="xla")
@@ -244,33 +198,17 @@ def test_attend_passes_tables_scales_and_options():
     for name in options:
         others = {other: value for other, value in options.items() if other != name}
         assert not np.allclose(step.attend(q, k, v, cache, **others)[1], expected, atol=1e-3), name
-    with pytest.raises(ValueError, match="got num_partitions=0"):
-        step.attend(q, k, v, cache, num_partitions=0)
-    with pytest.raises(ValueError, match="got implementation='cuda'"):
-        step.attend(q, k, v, cache, implementation="cuda")
-
-
-def test_the_same_weights_give_the_same_bits_in_both():
-    module, apply = make({})
-    cache, allocator = fresh()
-    allocator, slots, _ = allocator.append(jnp.asarray(LENGTHS, jnp.int32), q_len=11)
-    x, step = prompt_batch(tokens(), 11), AttentionStep.create(allocator, slots)
-    for left, right in zip(
-        jax.tree.leaves(module(x, cache, step)), jax.tree.leaves(apply(x, cache, step)), strict=True
-    ):
-        assert (left == right).all()
+    for wrong in (dict(num_partitions=0), dict(implementation="cuda")):
+        with pytest.raises(ValueError, match=f"got {next(iter(wrong))}="):
+            step.attend(q, k, v, cache, **wrong)
 
 
 def test_nothing_is_hidden_in_the_modules():
     module, _ = make({})
-    _, state = nnx.split(module)
-    assert {path[-1] for path, _ in nnx.to_flat_state(state)} == {"kernel"}
+    assert {path[-1] for path, _ in nnx.to_flat_state(nnx.state(module))} == {"kernel"}
+    x, step = prompts()
     linen = jaxpaged.linen.PagedAttention(AttentionSettings(**SIZES))
-    cache, allocator = fresh()
-    allocator, slots, _ = allocator.append(jnp.asarray(LENGTHS, jnp.int32), q_len=11)
-    step = AttentionStep.create(allocator, slots)
-    variables = linen.init(jax.random.key(0), prompt_batch(tokens(), 11), cache, step)
-    assert set(variables) == {"params"}
+    assert set(linen.init(jax.random.key(0), x, new_cache(), step)) == {"params"}
 
 
 @pytest.mark.parametrize(
@@ -292,64 +230,44 @@ def test_size_errors(changes, message):
 
 
 def test_call_errors():
-    module, apply = make({})
-    cache, allocator = fresh()
-    slots = jnp.zeros((3, 1), jnp.int32)
-    step = AttentionStep.create(allocator, slots)
+    allocator, cache, x = new_allocator(), new_cache(), jnp.zeros((3, 1, FEATURES))
+    step = AttentionStep.create(allocator, jnp.zeros((3, 1), jnp.int32))
     packed = AttentionStep.create(allocator, jnp.zeros(5, jnp.int32), query_starts=jnp.arange(4))
-    other = KVCache.create(num_blocks=4, block_size=4, num_kv_heads=1, head_dim=HEAD_DIM, dtype="float32")
-    x = jnp.zeros((3, 1, FEATURES))
-    for call in (module, apply):
-        with pytest.raises(
-            ValueError, match=r"x must be \[3, 1, 'features'\], the tokens of the step; got .*\(3, 48\)"
-        ):
-            call(x[:, 0], cache, step)
-        with pytest.raises(ValueError, match=r"x must be \[5, 'features'\], the tokens .*; got x.shape=\(3, 1, 48\)"):
-            call(x, cache, packed)
-        with pytest.raises(ValueError, match=r"a module takes \(x, cache, step\), .*; got BlockAllocator"):
-            call(x, cache, allocator)
-        with pytest.raises(ValueError, match=r"a cache must be a KVCache, .*; got a tuple"):
-            call(x, CacheLayer((cache, cache), 0), step)
-        with pytest.raises(ValueError, match=r"must be \[blocks, block_size, 2, 16\].*got k.shape=\(4, 4, 1, 16\)"):
-            call(x, other, step)
+    wrong = [
+        ((x[:, 0], cache, step), r"x must be \[3, 1, 'features'\], the tokens of the step; got .*\(3, 48\)"),
+        ((x, cache, packed), r"x must be \[5, 'features'\], the tokens .*; got x.shape=\(3, 1, 48\)"),
+        ((x, cache, allocator), r"a module takes \(x, cache, step\), .*; got BlockAllocator"),
+        ((x, CacheLayer((cache, cache), 0), step), r"a cache must be a KVCache, .*; got a tuple"),
+        ((x, new_cache(num_kv_heads=1), step), r"must be \[blocks, block_size, 2, 16\].*got k.shape=\(16, 4, 1, 16\)"),
+    ]
+    for call in make({}):
+        for arguments, message in wrong:
+            with pytest.raises(ValueError, match=message):
+                call(*arguments)
+    for call in make(dict(num_partitions=0)):
+        with pytest.raises(ValueError, match=r"num_partitions must be .*; got num_partitions=0"):
+            call(x, cache, step)
 
 
-@pytest.mark.parametrize(("num_blocks", "block_size"), [(32, 8), (8, BLOCK_SIZE)])
 @pytest.mark.parametrize("num_layers", [None, 2])
-def test_attend_refuses_a_cache_with_other_blocks_than_the_allocator(num_layers, num_blocks, block_size):
-    sizes = dict(num_blocks=num_blocks, block_size=block_size, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
-    cache, (_, allocator) = KVCache.create(**sizes, num_layers=num_layers), fresh()
-    message = rf"got a cache with {num_blocks=}, {block_size=}, and allocator.num_blocks=16, allocator.block_size=4"
-    step = AttentionStep.create(allocator, jnp.zeros(3, jnp.int32))
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("changes", [dict(num_blocks=8), dict(num_blocks=32, block_size=8)], ids=str)
+def test_attend_refuses_a_cache_with_other_blocks_than_the_allocator(changes, num_layers):
+    cache = new_cache(**changes, num_layers=num_layers)
+    step = AttentionStep.create(new_allocator(), jnp.zeros(3, jnp.int32))
+    with pytest.raises(ValueError, match=r"got a cache with .*, and allocator.num_blocks=16, allocator.block_size=4"):
         step.attend(jnp.zeros((3, HEADS, HEAD_DIM)), None, None, CacheLayer(cache, 0) if num_layers else cache)
 
 
-def test_the_number_of_partitions_reaches_the_attention():
-    module, apply = make(dict(num_partitions=0))
-    cache, allocator = fresh()
-    allocator, slots, _ = allocator.append(jnp.ones(len(LENGTHS), jnp.int32), q_len=1)
-    for call in (module, apply):
-        with pytest.raises(ValueError, match=r"num_partitions must be .*; got num_partitions=0"):
-            call(jnp.zeros((len(LENGTHS), 1, FEATURES)), cache, AttentionStep.create(allocator, slots))
-
-
-def test_a_plan_reaches_the_attention(monkeypatch):
+def test_a_plan_reaches_the_attention():
     """Unless the module has a window or a number of partitions: the plan of a step is for neither."""
-    plans, original = [], attend.planned_attention
-    monkeypatch.setattr(
-        attend,
-        "planned_attention",
-        lambda *args, plan, **how: (plans.append(plan), original(*args, plan=plan, **how))[1],
-    )
-    cache, allocator = fresh()
-    allocator, slots, _ = allocator.append(jnp.ones(len(LENGTHS), jnp.int32), q_len=1)
+    allocator, slots, _ = new_allocator().append(jnp.ones(len(LENGTHS), jnp.int32), q_len=1)
     step = AttentionStep.create(allocator, slots)
     step = dataclasses.replace(step, plan=make_plan(allocator.lengths, num_kv_heads=KV_HEADS))
     for options, follows in (({}, True), (dict(sliding_window=3), False), (dict(num_partitions=2), False)):
         for call in make(options):
-            call(jnp.zeros((len(LENGTHS), 1, FEATURES)), cache, step)
-            assert (plans.pop() is step.plan) == follows
+            with mock.patch.object(attend, "planned_attention", wraps=attend.planned_attention) as attention:
+                call(jnp.zeros((len(LENGTHS), 1, FEATURES)), new_cache(), step)
+            assert (attention.call_args.kwargs["plan"] is step.plan) == follows
 
 
 def test_rotary_frequencies_of_an_odd_head_dim():

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -57,9 +58,16 @@ def put(arrays, specs, mesh):
     return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
 
 
-def assert_same(ours, theirs):
+def assert_close(ours, theirs, atol=1e-6):
     for left, right in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_array_equal(left, right)
+        np.testing.assert_allclose(left, right, atol=atol)
+
+
+def run_alone(function, *arrays, but=()):
+    """The result of a program whose devices exchange nothing but this."""
+    compiled = jax.jit(function).lower(*arrays).compile()
+    assert collectives(compiled.as_text()) == list(but)
+    return compiled(*arrays)
 
 
 @pytest.fixture
@@ -71,30 +79,28 @@ def lowered(function, *arrays) -> str:
     return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
+def on_parts(function, mesh, specs, out_specs, **options):
+    """The function of each device's part of its arguments."""
+    return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out_specs, **options)
+
+
 @pytest.mark.parametrize(("specs", "num_devices"), [(OVER_HEADS, 2), (OVER_HEADS, 4), (OVER_SEQS, 2)])
 def test_attention_on_an_explicit_mesh(specs, num_devices):
     function = functools.partial(paged_attention, return_lse=True, **CASE.options)
-    arrays = put(CASE.arrays, specs, make_mesh(num_devices))
-    compiled = jax.jit(function).lower(*arrays).compile()
-    assert collectives(compiled.as_text()) == []
-    for ours, theirs in zip(compiled(*arrays), function(*CASE.arrays), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-6)
-        assert tuple(jax.typeof(ours).sharding.spec) == (*specs[0], None, None)[: ours.ndim]
+    found = run_alone(function, *put(CASE.arrays, specs, make_mesh(num_devices)))
+    assert_close(found, function(*CASE.arrays))
+    for array in found:
+        assert tuple(jax.typeof(array).sharding.spec) == (*specs[0], None, None)[: array.ndim]
 
 
 def test_what_is_whole_is_cut():
     _, k_cache, v_cache, *_ = put(CASE.arrays, OVER_HEADS, make_mesh(2))
-    out = paged_attention(CASE.q, k_cache, v_cache, *CASE.arrays[3:], **CASE.options)
-    np.testing.assert_allclose(out, paged_attention(*CASE.arrays, **CASE.options), atol=1e-6)
+    tables, lengths = CASE.arrays[3:]
+    expected = paged_attention(*CASE.arrays, sliding_window=4)
+    for rest in ((tables, lengths), (np.asarray(tables).tolist(), np.asarray(lengths).tolist())):
+        assert_close(paged_attention(CASE.q, k_cache, v_cache, *rest, sliding_window=4), expected)
     with jax.no_tracing():  # a second call compiles nothing
-        paged_attention(CASE.q, k_cache, v_cache, *CASE.arrays[3:], **CASE.options)
-
-
-def test_what_is_no_array_on_an_explicit_mesh():
-    _, k_cache, v_cache, *_ = put(CASE.arrays, OVER_HEADS, make_mesh(2))
-    tables, lengths = np.asarray(CASE.block_tables).tolist(), np.asarray(CASE.lengths).tolist()
-    out = paged_attention(CASE.q, k_cache, v_cache, tables, lengths, sliding_window=4)
-    np.testing.assert_allclose(out, paged_attention(*CASE.arrays, sliding_window=4), atol=1e-6)
+        paged_attention(CASE.q, k_cache, v_cache, tables, lengths, sliding_window=4)
     with pytest.raises(ValueError, match="sliding_window must be int32"):  # though 4.0 == 4
         paged_attention(CASE.q, k_cache, v_cache, tables, lengths, sliding_window=4.0)
 
@@ -105,42 +111,36 @@ def test_other_shardings_are_refused(specs):
         paged_attention(*put(CASE.arrays, specs, make_mesh(2)), **CASE.options)
 
 
-def test_a_plan_is_for_sequences_on_every_device(on_an_h100, monkeypatch):
+@pytest.mark.parametrize(
+    ("q_spec", "pool_spec", "seqs_spec", "by_step", "by_call"),
+    [
+        (P(), P(), P(), True, True),
+        (P("devices"), P(), P("devices"), False, False),
+        (P(None, "devices"), POOL, P(), True, False),
+    ],
+    ids=["nothing sharded", "sequences", "heads"],
+)
+def test_a_plan_is_for_sequences_on_every_device(on_an_h100, q_spec, pool_spec, seqs_spec, by_step, by_call):
     """A step of sharded sequences makes none, and a call whose queries or KV heads are sharded makes its own."""
-    plans, original = [], attend.planned_attention
-    monkeypatch.setattr(
-        attend,
-        "planned_attention",
-        lambda *args, plan, **how: (plans.append(plan), original(*args, plan=plan, **how))[1],
-    )
-    sizes = dict(num_blocks=50_000, block_size=16, num_seqs=4, max_blocks_per_seq=10_000)
-    allocator = jax.eval_shape(lambda: BlockAllocator.create(**sizes))
-    cache = jax.eval_shape(
-        lambda: KVCache.create(num_blocks=50_000, block_size=16, num_kv_heads=4, head_dim=64, dtype="float32")
-    )
-    q, slots = jax.ShapeDtypeStruct((4, 8, 64), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.int32)
+    mesh, blocks = make_mesh(2), dict(num_blocks=50_000, block_size=16)
 
-    def plan_of_step_and_of_call(q_spec, pool_spec, seqs_spec):
-        mesh = make_mesh(2)
+    def shapes(spec, make):
+        sharding = NamedSharding(mesh, spec)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), jax.eval_shape(make))
 
-        def on(spec, tree):
-            return jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), tree
-            )
+    allocator = shapes(P(), lambda: BlockAllocator.create(**blocks, num_seqs=4, max_blocks_per_seq=10_000))
+    cache = shapes(pool_spec, lambda: KVCache.create(**blocks, num_kv_heads=4, head_dim=64, dtype="float32"))
+    q, lengths = shapes(q_spec, lambda: jnp.ones((4, 8, 64))), shapes(seqs_spec, lambda: jnp.zeros(4, jnp.int32))
 
-        def read(q, lengths, allocator, slots, cache):
-            allocator = dataclasses.replace(allocator, lengths=lengths)
-            step = AttentionStep.create(allocator, slots, num_kv_heads=4)
-            step.attend(q, None, None, cache, implementation="xla")
-            return step.plan
+    def read(q, lengths, allocator, slots, cache):
+        step = AttentionStep.create(dataclasses.replace(allocator, lengths=lengths), slots, num_kv_heads=4)
+        step.attend(q, None, None, cache, implementation="xla")
+        return step.plan
 
-        rest = on(P(), allocator), on(P(), slots), on(pool_spec, cache)
-        plan = jax.eval_shape(read, on(q_spec, q), on(seqs_spec, allocator.lengths), *rest)
-        return plan is not None, plans.pop() is not None
-
-    assert plan_of_step_and_of_call(P(), P(), P()) == (True, True)
-    assert plan_of_step_and_of_call(P("devices"), P(), P("devices")) == (False, False)
-    assert plan_of_step_and_of_call(P(None, "devices"), POOL, P()) == (True, False)
+    with mock.patch.object(attend, "planned_attention", wraps=attend.planned_attention) as attention:
+        plan = jax.eval_shape(read, q, lengths, allocator, shapes(P(), lambda: jnp.zeros(4, jnp.int32)), cache)
+    assert (plan is not None) == by_step
+    assert (attention.call_args.kwargs["plan"] is not None) == by_call
 
 
 def test_prefix_groups_are_the_same_on_every_device():
@@ -150,7 +150,7 @@ def test_prefix_groups_are_the_same_on_every_device():
     assert groups.num_blocks.any()
     arrays = put(case.arrays, OVER_HEADS, make_mesh(2))
     ours = paged_attention(*arrays, prefix_groups=groups, **case.options)
-    np.testing.assert_allclose(ours, paged_attention(*case.arrays, **case.options), atol=1e-6)
+    assert_close(ours, paged_attention(*case.arrays, **case.options))
     arrays = put(case.arrays, OVER_SEQS, make_mesh(2))
     with pytest.raises(ValueError, match=r"prefix_groups needs .* got q sharded as P\('devices', .* jax\.shard_map"):
         paged_attention(*arrays, prefix_groups=groups, **case.options)
@@ -166,13 +166,12 @@ def test_no_cache_is_gathered_for_what_cannot_be_partitioned(monkeypatch):
     monkeypatch.setattr(xla, "attend", opaque)
     function = functools.partial(paged_attention, implementation="xla")
     auto = make_mesh(2, AxisType.Auto)
-    mapped = functools.partial(jax.shard_map, function, mesh=auto, in_specs=OVER_HEADS, out_specs=OVER_HEADS[0])
 
     def found(function, mesh):
         return collectives(jax.jit(function).lower(*put(CASE.arrays, OVER_HEADS, mesh)).compile().as_text())
 
     assert found(function, make_mesh(2)) == []
-    assert found(mapped(check_vma=True), auto) == []
+    assert found(on_parts(function, auto, OVER_HEADS, OVER_HEADS[0]), auto) == []
     assert found(function, auto) == ["all-gather"], "this is what happens silently; the kernels refuse it"
 
 
@@ -181,11 +180,9 @@ def test_kernels_are_lowered_for_each_device(on_an_h100):
     auto = make_mesh(2, AxisType.Auto)
     explicit, partitioned = put(arrays, OVER_HEADS, make_mesh(2)), put(arrays, OVER_HEADS, auto)
     named = functools.partial(paged_attention, implementation="mosaic_gpu")
-    mapped = functools.partial(jax.shard_map, named, mesh=auto, in_specs=OVER_HEADS, out_specs=OVER_HEADS[0])
     for function, inputs in (
         (named, explicit),
-        (mapped(check_vma=True), partitioned),
-        (mapped(check_vma=False), partitioned),
+        *((on_parts(named, auto, OVER_HEADS, OVER_HEADS[0], check_vma=check), partitioned) for check in (True, False)),
         (named, jax.device_put(arrays, jax.devices()[1])),
     ):
         text = lowered(function, *inputs)
@@ -228,10 +225,8 @@ def test_every_function_of_a_cache_on_an_explicit_mesh():
         written = scatter_kv(copied, contiguous, tables + 4, lengths)
         return cache, q, contiguous, copied, written
 
-    cache = sharded(new_cache(dtype="int8"), make_mesh(4))
-    compiled = jax.jit(step).lower(cache).compile()
-    assert collectives(compiled.as_text()) == []
-    assert_same(compiled(cache), jax.jit(step)(new_cache(dtype="int8")))
+    cache = new_cache(dtype="int8")
+    assert_close(run_alone(step, sharded(cache, make_mesh(4))), jax.jit(step)(cache), atol=0)
 
 
 def test_a_layer_of_a_stack_on_an_explicit_mesh():
@@ -242,92 +237,62 @@ def test_a_layer_of_a_stack_on_an_explicit_mesh():
         layer, out = AttentionStep.create(allocator, slots).attend(x, x, x, CacheLayer(stack, 1))
         return layer.stack, out
 
-    stack, allocator = (
-        new_cache(num_layers=3),
-        BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=2, max_blocks_per_seq=2),
-    )
-    compiled = jax.jit(step).lower(sharded(stack, make_mesh(2), axis=3), allocator).compile()
-    assert collectives(compiled.as_text()) == []
-    assert_same(compiled(sharded(stack, make_mesh(2), axis=3), allocator), jax.jit(step)(stack, allocator))
+    allocator = BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=2, max_blocks_per_seq=2)
+    stack = new_cache(num_layers=3)
+    found = run_alone(step, sharded(stack, make_mesh(2), axis=3), allocator)
+    assert_close(found, jax.jit(step)(stack, allocator), atol=0)
 
 
 def test_blocks_are_copied_by_the_kernel_wherever_each_device_has_its_part(on_an_h100):
     cache = KVCache.create(num_blocks=8, block_size=16, num_kv_heads=4, head_dim=128, dtype=jnp.bfloat16)
     ids = jnp.array([1, 2]), jnp.array([3, 4])
+    specs = POOL, P(), P()
     auto = make_mesh(2, AxisType.Auto)
     partitioned = sharded(cache, auto)
-    mapped = functools.partial(jax.shard_map, copy_blocks, mesh=auto, in_specs=(POOL, P(), P()), out_specs=POOL)
     for function, pool in (
         (copy_blocks, sharded(cache, make_mesh(2))),
         (copy_blocks, jax.device_put(cache, jax.devices()[1])),
-        (mapped(check_vma=True), partitioned),
-        (mapped(check_vma=False), partitioned),
+        *((on_parts(copy_blocks, auto, specs, POOL, check_vma=check), partitioned) for check in (True, False)),
     ):
         assert "mosaic_gpu_v2" in lowered(function, pool, *ids)
     assert "mosaic_gpu_v2" not in lowered(copy_blocks, partitioned, *ids)
 
 
-LONG = make_case(
-    lengths=(0, 1, 63, 64, 200, 130), max_blocks=4, block_size=64, heads=8, kv_heads=4, options={"sinks": SINKS}
+@pytest.mark.parametrize(
+    ("num_devices", "changes"),
+    [(2, {}), (4, {}), (2, dict(q_len=2, cache_dtype=jnp.int8, scale_shape="head")), (4, dict(q_len=89))],
+    ids=str,
 )
-
-
-def context_parallel(function, num_devices):
-    specs = P(), P(None, "devices"), P(None, "devices"), P(), P()
-    function = functools.partial(function, axis_name="devices")
-    return jax.jit(jax.shard_map(function, mesh=make_mesh(num_devices), in_specs=specs, out_specs=P(), check_vma=False))
-
-
-def check_context_parallel(case, num_devices):
-    attention = context_parallel(functools.partial(context_parallel_attention, **case.options), num_devices)
-    arrays = put(case.arrays, (P(), P(None, "devices"), P(None, "devices"), P(), P()), make_mesh(num_devices))
-    compiled = attention.lower(*arrays).compile()
-    assert collectives(compiled.as_text()) == ["all-gather"]
-    ours, theirs = compiled(*arrays), paged_attention(*case.arrays, **case.options, return_lse=True)
-    for left, right in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(left, right, atol=2e-6)
-
-
-@pytest.mark.parametrize("num_devices", [2, 4])
-def test_context_parallel_attention(num_devices):
-    """Each device's tokens, and nobody's NaN: the pools are poisoned."""
-    check_context_parallel(LONG, num_devices)
+def test_context_parallel_attention(num_devices, changes):
+    """Each device's tokens alone: the pools are poisoned, and so are the rows before a sequence begins. Prompts begin
+    and end anywhere in a block."""
+    lengths, heads = (0, 1, 63, 64, 200, 130), dict(heads=8, kv_heads=4, options={"sinks": SINKS})
+    case = make_case(lengths=lengths, max_blocks=4, block_size=64, **heads, **changes)
+    if q_len := changes.get("q_len"):
+        exists = case.lengths[:, None] + jnp.arange(-q_len, 0)[None] >= 0
+        case = case.replace(q=jnp.where(exists[..., None, None], case.q, jnp.nan))
+    attention = functools.partial(context_parallel_attention, axis_name="devices", **case.options)
+    mesh, pool = make_mesh(num_devices), P(None, "devices")
+    specs = P(), pool, pool, P(), P()
+    ours = run_alone(
+        on_parts(attention, mesh, specs, P(), check_vma=False), *put(case.arrays, specs, mesh), but=["all-gather"]
+    )
+    assert_close(ours, paged_attention(*case.arrays, **case.options, return_lse=True), atol=2e-6)
 
 
 def test_context_parallel_slots_and_a_token_of_another_device():
     slots = np.arange(-3, 8 * 64 + 5)
-    place = jax.shard_map(
+    place = on_parts(
         lambda: context_parallel_slots(slots, block_size=16, axis_name="devices")[None],
-        mesh=make_mesh(4),
-        in_specs=(),
-        out_specs=P("devices"),
+        make_mesh(4),
+        (),
+        P("devices"),
         check_vma=False,
     )
     for device, own in enumerate(np.asarray(place())):
         for slot, place in zip(slots, own, strict=True):
             block, offset = divmod(slot, 64)
             assert place == (block * 16 + offset % 16 if offset // 16 == device and slot >= 0 else -1)
-
-
-INT8 = dict(cache_dtype=jnp.int8, scale_shape="head")
-
-
-@pytest.mark.parametrize(("num_devices", "q_len", "changes"), [(2, 2, INT8), (4, 89, {})], ids=str)
-def test_context_parallel_prompts(num_devices, q_len, changes):
-    """Runs that begin and end anywhere in a block, and rows before a sequence begins, which hold NaN."""
-    case = make_case(
-        lengths=(0, 1, 33, 64, 200, 130),
-        max_blocks=4,
-        block_size=64,
-        heads=8,
-        kv_heads=4,
-        q_len=q_len,
-        options=LONG.options,
-        **changes,
-    )
-    exists = case.lengths[:, None] + jnp.arange(-q_len, 0)[None] >= 0
-    case = dataclasses.replace(case, q=jnp.where(exists[..., None, None], case.q, jnp.nan))
-    check_context_parallel(case, num_devices)
 
 
 def test_two_processes():
@@ -430,14 +395,10 @@ def test_a_module_over_heads(make, kind):
     assert specs == PARAMETERS
     for weight, spec in zip(jax.tree.leaves(weights), jax.tree.leaves(specs), strict=True):
         assert weight.sharding.is_equivalent_to(NamedSharding(mesh, spec), weight.ndim)
-    inputs = noisy(weights), x, sharded(cache, mesh), *rest
-    compiled = jax.jit(call).lower(*inputs).compile()
-    assert collectives(compiled.as_text()) == ["all-reduce"]
-    cache, out = compiled(*inputs)
-    np.testing.assert_allclose(out, expected, atol=1e-5)
-    for ours, theirs in zip(jax.tree.leaves(cache), jax.tree.leaves(expected_cache), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
-        assert ours.sharding.shard_shape(ours.shape)[2] == 2
+    cache, out = run_alone(call, noisy(weights), x, sharded(cache, mesh), *rest, but=["all-reduce"])
+    assert_close((cache, out), (expected_cache, expected), atol=1e-5)
+    for array in jax.tree.leaves(cache):
+        assert array.sharding.shard_shape(array.shape)[2] == 2
 
 
 def test_the_heads_of_a_module_by_a_logical_name():

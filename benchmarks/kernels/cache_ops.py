@@ -30,7 +30,9 @@ Write = Callable[..., KVCache]
 class Sizes:
     write_blocks: int = 8192  # 537 MB: more than 10 times the L2 cache of an H100
     prefill_tokens: int = 8192
+    prefill_writes: int = 8  # chained in one jit
     decode_tokens: int = 256
+    decode_writes: int = 32
     layers: int = 32
     stack_blocks: int = 1040
     copied_blocks: int = 512
@@ -42,7 +44,9 @@ class Sizes:
 TOY = Sizes(
     write_blocks=64,
     prefill_tokens=128,
+    prefill_writes=2,
     decode_tokens=8,
+    decode_writes=2,
     layers=2,
     stack_blocks=20,
     copied_blocks=8,
@@ -139,7 +143,8 @@ def check_write(write: Write, cache: KVCache, k: jax.Array, v: jax.Array, slots:
 
 
 def measure_writes(sizes: Sizes) -> Iterator[dict[str, Any]]:
-    for num_tokens, num_calls in ((sizes.prefill_tokens, 8), (sizes.decode_tokens, 32)):
+    writes = (sizes.prefill_tokens, sizes.prefill_writes), (sizes.decode_tokens, sizes.decode_writes)
+    for num_tokens, num_calls in writes:
         # A prompt's new tokens take turns, so that they are not in the L2 cache; a decode step's were just computed.
         shape = num_tokens, KV_HEADS, HEAD_DIM
         tokens = [

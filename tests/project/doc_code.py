@@ -1,8 +1,10 @@
-"""What the docs name outside of the code that runs: calls, attributes, files, modules, targets and options."""
+"""Finds mistakes in the docs outside of the code that runs: calls, names, files, modules, targets and options."""
 
 import ast
 import dataclasses
+import functools
 import inspect
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +17,7 @@ from jaxpaged._scheduler.records import StepPlan
 
 ROOT = Path(__file__).parents[2]
 OWN = ("benchmarks", "docs", "examples", "jaxpaged", "pallas_kernels", "tests", "tools")
-# What a variable of these names is in the docs.
-VARIABLES: dict[str, tuple[type, ...]] = {
+VARIABLES: dict[str, tuple[Any, ...]] = {  # their types in the docs
     "allocator": (jaxpaged.BlockAllocator,),
     "cache": (jaxpaged.KVCache, jaxpaged.CacheLayer),
     "engine": (jaxpaged.Engine,),
@@ -33,18 +34,25 @@ CLASSES = [value for value in PUBLIC.values() if inspect.isclass(value)]
 CLASSES += [jaxpaged.nnx.PagedAttention, jaxpaged.linen.PagedAttention]
 
 
+# The modules and classes that an expression before a dot may mean.
+OWNERS = VARIABLES | {f"jaxpaged.{name}": (value,) for name, value in vars(jaxpaged).items()}
+OWNERS |= {"jaxpaged": (jaxpaged,)} | {owner.__name__: (owner,) for owner in CLASSES}
+FILES = {  # patterns of names, and the files that they mean
+    rf"(?<![\w/.])((?:{'|'.join(OWN)})/[\w./-]*\w)": lambda path: path,
+    r"(?<![\w/.])((?:cpu|h100|h200|decisions)/\w+\.json)": lambda path: f"benchmarks/results/{path}",
+    rf"python -m ((?:{'|'.join(OWN)})[\w.]*)": lambda module: f"{module.replace('.', '/')}.py",
+}
+
+
 def mistakes(text: str) -> list[str]:
-    """What a page names that is not there, or calls as it cannot be called."""
+    """Names on a page that do not exist, and calls that their function refuses."""
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     spans = [span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", prose)]
-    found: list[str] = []
-    for code in [*spans, *(code for kind, code in blocks if not kind)]:  # blocks of python are run instead
-        for tree in parsed(code):
-            found += find_code_mistakes(tree)
-    for line in [*spans, *(line for _, code in blocks for line in code.splitlines())]:
-        found += find_command_mistakes(line)
-    return found
+    codes = [*spans, *(code for kind, code in blocks if not kind)]  # blocks of python are run instead
+    lines = [*spans, *(line for _, code in blocks for line in code.splitlines())]
+    found = [find_code_mistakes(tree) for code in codes for tree in parsed(code)]
+    return [*itertools.chain(*found, *map(find_command_mistakes, lines))]
 
 
 def parsed(code: str) -> Iterator[ast.AST]:
@@ -64,24 +72,13 @@ def parsed(code: str) -> Iterator[ast.AST]:
 def find_code_mistakes(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            functions = named(node.func)
-            if functions and not any(takes(function, node) for function in functions):
+            functions = find_functions(node.func)
+            if functions and not any(accepts(function, node) for function in functions):
                 yield f"{ast.unparse(node)}: no such call"
         elif isinstance(node, ast.Attribute):
-            owners = find_owners(node.value)
+            owners = OWNERS.get(ast.unparse(node.value), ())
             if owners and not any(has(owner, node.attr) for owner in owners):
                 yield f"{ast.unparse(node)}: no such name"
-
-
-def find_owners(node: ast.expr) -> tuple[Any, ...]:
-    """The modules or classes that an expression before a dot may stand for; none if it is not ours."""
-    if isinstance(node, ast.Name):
-        if node.id in VARIABLES:
-            return VARIABLES[node.id]
-        return (jaxpaged,) if node.id == "jaxpaged" else tuple(c for c in CLASSES if c.__name__ == node.id)
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "jaxpaged":
-        return (value,) if (value := getattr(jaxpaged, node.attr, None)) is not None else ()
-    return ()
 
 
 def has(owner: Any, name: str) -> bool:
@@ -89,21 +86,20 @@ def has(owner: Any, name: str) -> bool:
     return hasattr(owner, name) or name in {field.name for field in fields}
 
 
-def named(node: ast.expr) -> list[Any]:
+def find_functions(node: ast.expr) -> list[Any]:
     """The functions that the called expression may be; a bare name may be a method of any class."""
     if isinstance(node, ast.Attribute):
-        return [getattr(owner, node.attr) for owner in find_owners(node.value) if hasattr(owner, node.attr)]
-    if not isinstance(node, ast.Name):
+        owners = OWNERS.get(ast.unparse(node.value), ())
+        return [getattr(owner, node.attr) for owner in owners if hasattr(owner, node.attr)]
+    if not isinstance(node, ast.Name) or node.id.startswith("_"):
         return []
-    functions = [PUBLIC[node.id]] if node.id in PUBLIC else []
-    if node.id in VARIABLES:
-        functions += [c.__call__ for c in VARIABLES[node.id] if inspect.isfunction(c.__call__)]
-    methods = [] if node.id.startswith("_") else [getattr(c, node.id) for c in CLASSES if hasattr(c, node.id)]
-    return functions + [method for method in methods if callable(method)]
+    calls = [owner.__call__ for owner in VARIABLES.get(node.id, ()) if inspect.isfunction(owner.__call__)]
+    functions = [PUBLIC.get(node.id), *calls, *(getattr(owner, node.id, None) for owner in CLASSES)]
+    return list(filter(callable, functions))
 
 
-def takes(function: Any, call: ast.Call) -> bool:
-    """Whether it takes this number of positional arguments and these keywords; a method with or without `self`."""
+def accepts(function: Any, call: ast.Call) -> bool:
+    """Whether these positional arguments and keywords fit the function; a method with or without `self`."""
     positional = [arg for arg in call.args if not (isinstance(arg, ast.Constant) and arg.value is ...)]
     if any(isinstance(arg, ast.Starred) for arg in positional):
         positional = []
@@ -122,28 +118,20 @@ def takes(function: Any, call: ast.Call) -> bool:
 
 
 def find_command_mistakes(line: str) -> Iterator[str]:
-    """Of a line or a span: files, modules that `python -m` runs, targets of make, options of our programs."""
-    for path in re.findall(rf"(?<![\w/.])((?:{'|'.join(OWN)})/[\w./-]*\w)", line):
-        if not (ROOT / path).exists():
-            yield f"{path}: no such file"
-    for path in re.findall(r"(?<![\w/.])((?:cpu|h100|h200|decisions)/\w+\.json)", line):
-        if not (ROOT / "benchmarks/results" / path).exists():
-            yield f"benchmarks/results/{path}: no such file"
-    for module in re.findall(rf"python -m ((?:{'|'.join(OWN)})[\w.]*)", line):
-        path = ROOT.joinpath(*module.split("."))
-        if not (path.with_suffix(".py").exists() or (path / "__main__.py").exists()):
-            yield f"python -m {module}: no such module"
+    """In a line or a span: files, modules that `python -m` runs, targets of make, options of our programs."""
+    for pattern, file_of in FILES.items():
+        for path in map(file_of, re.findall(pattern, line)):
+            if not (ROOT / path).exists():
+                yield f"{path}: no such file"
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for target in re.findall(r"^make ([a-z-]+)", line):
         if target not in targets:
             yield f"make {target}: no such target"
-    if program := re.search(r"examples/(\w+)\.py|python -m benchmarks\.(\w+)|^(\w+)\.py", line):
-        yield from find_option_mistakes(next(filter(None, program.groups())), line)
+    if re.search(r"examples/\w+\.py|python -m benchmarks\.|^\w+\.py", line):
+        options = {*re.findall(r"(?<!\S)(--[a-z][a-z-]+)", line.split("#")[0])} - {"--help"}
+        yield from (f"{option}: no such option" for option in options if f'"{option}"' not in read_programs())
 
 
-def find_option_mistakes(program: str, line: str) -> Iterator[str]:
-    folders = [folder for folder in ("examples", "benchmarks") if list((ROOT / folder).rglob(f"{program}.py"))]
-    sources = "".join(file.read_text() for folder in folders for file in (ROOT / folder).rglob("*.py"))
-    for option in {*re.findall(r"(?<!\S)(--[a-z][a-z-]+)", line.split("#")[0])} - {"--help"}:
-        if folders and f'"{option}"' not in sources:
-            yield f"{program} {option}: no such option"
+@functools.cache
+def read_programs() -> str:
+    return "".join(file.read_text() for name in ("examples", "benchmarks") for file in (ROOT / name).rglob("*.py"))

@@ -24,21 +24,24 @@ PUBLIC = {
 }
 
 
-def test_the_model_of_the_readme_runs(capsys):
-    _, code, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    with jax.numpy_dtype_promotion("strict"):
-        exec(code, {})
-    assert [len(ast.literal_eval(line)) for line in capsys.readouterr().out.splitlines()] == [8, 8]
+def blocks(page, kind="python"):
+    return re.findall(rf"```{kind}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-def test_the_attention_of_the_readme_runs():
-    *_, code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def run(code):
+    names: dict = {}
     with jax.numpy_dtype_promotion("strict"):
-        names: dict = {}
         exec(code, names)
+    return names
+
+
+def test_the_readme_runs(capsys):
+    _, model, attention = blocks("README.md")
+    run(model)
+    assert [len(ast.literal_eval(line)) for line in capsys.readouterr().out.splitlines()] == [8, 8]
+    names = run(attention)
     assert names["out"].shape == (4, 8, 64)
     assert names["ok"].all()
-    assert len(code.strip().splitlines()) <= 12
     cache, allocator = names["cache"], names["allocator"]
     tables = allocator.block_tables, allocator.lengths
     assert jaxpaged.debug.explain(names["q"], cache.k, cache.v, *tables, gpu="H100").implementation == "mosaic_gpu"
@@ -46,19 +49,15 @@ def test_the_attention_of_the_readme_runs():
 
 @pytest.mark.slow
 def test_the_text_of_the_readme_is_what_its_model_says(optimised, capsys):
-    code, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    code, *_ = blocks("README.md")
     exec(code, {})
-    said = re.search(r"# (The capital.*)", code)[1]
-    assert capsys.readouterr().out.splitlines()[0] == said
-    assert len(code.strip().splitlines()) <= 14
+    assert capsys.readouterr().out.splitlines()[0] == re.search(r"# (The capital.*)", code)[1]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if "```python" in (ROOT / page).read_text()])
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
 def test_the_examples_of_the_docs_run(page, capsys):
-    for code in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
-        names: dict = {}
-        with jax.numpy_dtype_promotion("strict"):
-            exec(code, names)
+    for code in blocks(page):
+        names = run(code)
         said = capsys.readouterr().out
         for comment in re.findall(r"^print\(.*\)\n((?:# .*\n)+)", code, re.MULTILINE):
             assert re.sub("^# ", "", comment, flags=re.MULTILINE) in said
@@ -68,7 +67,7 @@ def test_the_examples_of_the_docs_run(page, capsys):
 
 
 def test_the_steps_of_the_kernel_are_those_that_are_measured():
-    extracts = re.findall(r"```py\n(.*?)```", (ROOT / "docs/kernel.md").read_text(), re.DOTALL)
+    extracts = blocks("docs/kernel.md", "py")
     files = [ROOT / "benchmarks/kernels/kernel_steps.py", *(ROOT / "pallas_kernels").rglob("*.py")]
     code = "".join(file.read_text() for file in files)
     assert len(extracts) == 9

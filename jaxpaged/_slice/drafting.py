@@ -96,7 +96,7 @@ class Drafting:
     def with_drafts(
         self, scheduler: Scheduler, allocator: BlockAllocator, draft: Draft | None, row_cost: float
     ) -> Drafting:
-        """Guesses for the seats that decode, where a guess is worth its row. `row_cost`: cost of a step without rows."""
+        """Guesses for the seats that decode, if worth a row. `row_cost`: time of a step without rows."""
         num_known = per_seat(scheduler, scheduler.num_known)
         needed = num_known - allocator.lengths
         if draft is None:

@@ -25,7 +25,7 @@ from jaxpaged._slice.state import State
 def model_outputs(setup: Setup, weights: Any, state: State) -> tuple[Any, Any]:
     """The types of what the model returns for a token: hidden states, and `aux`."""
     kind = setup.kinds[-1]
-    _, allocator, step = state.scheduler.plan(state.allocator, chunk_tokens=kind.chunk_tokens, width=kind.fewer_rows)
+    _, allocator, step = state.scheduler.plan(state.allocator, **kind.plan_options)
     attention_step = make_attention_step(allocator, step, kind, state.caches)
     return setup.model(weights, step.tokens, step.positions, state.caches, attention_step)[1:]
 
@@ -40,9 +40,7 @@ def one_step(setup: Setup, weights: Any, state: State, *, wants_logprobs: jax.Ar
         if setup.draft is not None:
             drafts = call_draft(setup.draft, weights, state.scheduler, drafting)
             is_silent = (drafting.guesses[:, 0] >= 0) & (drafts[:, 0] < 0)
-    scheduler, allocator, step = state.scheduler.plan(
-        state.allocator, chunk_tokens=kind.chunk_tokens, width=kind.fewer_rows, drafts=drafts
-    )
+    scheduler, allocator, step = state.scheduler.plan(state.allocator, **kind.plan_options, drafts=drafts)
     seats, groups, num_saved_reads = step.seats if kind.is_narrow else None, None, jnp.zeros((), jnp.int32)
     if kind.least_saved_reads is not None:
         assert state.seat_groups is not None

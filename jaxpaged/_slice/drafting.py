@@ -23,6 +23,7 @@ from jaxpaged._scheduler.arrays import per_seat, rows_of
 from jaxpaged._scheduler.records import StepPlan
 from jaxpaged._scheduler.scheduler import Scheduler
 from jaxpaged._slice.options import EngineOptions
+from jaxpaged._slice.pytrees import describe
 
 # Called with the weights; tokens, int32 [seats, max_model_len]; the number of known ones among them, int32 [seats]; and
 # hidden states, each leaf [seats, ...]. Returns drafts, int32 [seats, drafts]; -1: no draft.
@@ -221,11 +222,8 @@ def call_draft(draft: Draft, weights: Any, scheduler: Scheduler, drafting: Draft
     is_own = drafting.owners == scheduler.seated
     hidden = jax.tree.map(lambda x: jnp.where(_to_rank(is_own, x), x, jnp.zeros_like(x)), drafting.hidden)
     drafts = draft(weights, *(per_seat(scheduler, x) for x in (scheduler.tokens, scheduler.num_known)), hidden)
-    if not isinstance(drafts, jax.Array) or drafts.shape != guesses.shape or drafts.dtype != jnp.int32:
-        received = f"{drafts.dtype} {list(drafts.shape)}" if isinstance(drafts, jax.Array) else type(drafts).__name__
-        raise ValueError(
-            f"draft must return int32 {list(guesses.shape)}, the drafts of each running request; got {received}."
-        )
+    if describe(drafts) != (wanted := f"int32 {list(guesses.shape)}"):
+        raise ValueError(f"draft must return {wanted}, the drafts of each running request; got {describe(drafts)}.")
     return jnp.where(guesses >= 0, drafts, -1)
 
 

@@ -25,6 +25,11 @@ def _text(leaves: dict[Any, Any], path: Any) -> str:
     return f"{jnp.result_type(leaves[path])}{list(np.shape(leaves[path]))}" if path in leaves else "not there"
 
 
+def describe(x: Any) -> str:
+    """The dtype and shape of an array, or the type of another object."""
+    return f"{x.dtype} {list(x.shape)}" if isinstance(x, jax.Array) else type(x).__name__
+
+
 def in_same_containers(before: Any, after: Any) -> Any:
     """The leaves of `after` in the containers of `before`: lists become tuples. Unchanged if their paths differ."""
     paths = [[path for path, _ in jax.tree.leaves_with_path(tree)] for tree in (before, after)]

@@ -16,7 +16,8 @@ def difference(before: Any, after: Any) -> str | None:
         old, new = (_text(leaves, path) for leaves in both)
         if old != new:
             return f"{jax.tree_util.keystr(path) or 'it'} was {old} and is {new}"
-    if jax.tree.structure(before) == jax.tree.structure(after):
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (before, after)]
+    if structures[0] == structures[1]:
         return None
     return f"it was a {type(before).__name__} and is a {type(after).__name__}"
 

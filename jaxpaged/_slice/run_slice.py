@@ -59,8 +59,8 @@ def run_slice(setup: Setup, weights: Any, state: State, inbox: Inbox) -> tuple[S
         goes_on = scheduler.has_work & (scheduler.num_steps < inbox.num_steps)
         return lax.switch(jnp.where(goes_on, kind, len(steps)), [*steps, lambda state: state], state)
 
-    # The trip count is static, and only the model or its attention can add loops to a step. So XLA captures each iteration
-    # as one CUDA graph, and the call returns before the steps are done. [slices_h100] [slices_h200]
+    # The trip count is static, and only the model or its attention can add loops to a step. So XLA captures each
+    # iteration as one CUDA graph, and the call returns before the steps are done. [slices_h100] [slices_h200]
     state = lax.fori_loop(0, len(state.outputs), one_event, state)
     # Also after the last step, so that finished requests can be drained and their blocks are free.
     state = change_seats_if_due(state, is_open)

@@ -23,11 +23,10 @@ from jaxpaged._scheduler.scheduler import Scheduler
 from jaxpaged._slice.kinds import Kind
 from jaxpaged._slice.model import Setup
 from jaxpaged._slice.options import ResolvedOptions
-from jaxpaged._slice.sampling import TopLogprobs, sample, score
+from jaxpaged._slice.sampling import Drawn, TopLogprobs, sample, score
 
 MOST_GROUPS = 4  # each is compiled separately: in a loop the host would start each iteration
 Head = Callable[[jax.Array | None], jax.Array]  # row indices, int32 [rows], or None for all: logits [rows, vocab]
-Drawn = tuple[jax.Array, jax.Array, TopLogprobs | None]  # per row: the token, its logprob, the most likely tokens
 
 
 @jax.tree_util.register_dataclass
@@ -86,7 +85,8 @@ class StepOutputs:
         scores = jax.tree.map(
             lambda old, new: lax.dynamic_update_slice_in_dim(old, new, 0, axis=0), self.scores, scores
         )
-        return StepOutputs(*jax.tree.map(pad, (logprobs, top_logprobs, aux)), scores)
+        logprobs, top_logprobs, aux = jax.tree.map(pad, (logprobs, top_logprobs, aux))
+        return StepOutputs(logprobs, top_logprobs, aux, scores)
 
 
 def group_size(kind: Kind) -> int:
@@ -209,5 +209,5 @@ def _by_group(
 
     is_given = rows.is_scored[step.last]
     drawn = lax.cond((step.is_sampled & ~is_given).any(), draw_group, skip_group, last)
-    tokens, *logprobs = jax.tree.map(lambda x: x[: kind.num_seats], drawn)
-    return (jnp.where(is_given, rows.given[step.last], tokens), *logprobs), scores
+    tokens, logprobs, top_logprobs = jax.tree.map(lambda x: x[: kind.num_seats], drawn)
+    return (jnp.where(is_given, rows.given[step.last], tokens), logprobs, top_logprobs), scores

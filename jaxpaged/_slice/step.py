@@ -48,7 +48,7 @@ def one_step(setup: Setup, weights: Any, state: State, *, wants_logprobs: jax.Ar
     attention_step = make_attention_step(allocator, step, kind, state.caches, seats, groups)
     caches, hidden, aux = setup.model(weights, step.tokens, step.positions, state.caches, attention_step)
     head = functools.partial(apply_head, setup, weights, hidden)
-    (tokens, *logprobs), scores = score_and_sample(
+    (tokens, logprobs, top_logprobs), scores = score_and_sample(
         head, setup.options, scheduler, state.spans, step, kind, wants_logprobs
     )
     num_steps = scheduler.num_steps
@@ -60,7 +60,7 @@ def one_step(setup: Setup, weights: Any, state: State, *, wants_logprobs: jax.Ar
 
     rows = drawn_rows(step, kind, num_drafts=scheduler.num_drafts)
     aux = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), aux)
-    outputs = StepOutputs.create(setup, scheduler).with_step(kind, *logprobs, aux, scores)
+    outputs = StepOutputs.create(setup, scheduler).with_step(kind, logprobs, top_logprobs, aux, scores)
     num_known = jnp.diff(step.query_starts) - step.num_drafts
     return dataclasses.replace(
         state,

@@ -43,7 +43,7 @@ class Drafting:
         guesses: int32 `[seats, drafts]`, for the next step; the first -1 ends them. With a caller's draft function,
             which runs in the step itself, they only mark the places that get a draft.
         families: int32 `[requests]`, the same number for completions of one request; -1: none.
-        priors: float32 `[seats]`, acceptance rate of the guesses before any draft of the request is known.
+        priors: float32 `[seats]`, acceptance rate assumed for the guesses before any draft of the request is known.
         hits: float32 `[requests]`, accepted drafts; earlier ones weigh less.
         tries: float32 `[requests]`, accepted and rejected drafts, weighted in the same way.
         hidden: each leaf `[seats, ...]`, hidden states of the token before each seat's newest. None: not kept.

@@ -85,8 +85,8 @@ def make_kinds(
     Args:
         num_seats: rows of one kind.
         chunk_tokens: rows of the widest kind, beyond `num_seats`.
-        widths: rows of further kinds, in ascending order. One of them accepts chunks; with drafts all do. A width equal
-            to `num_seats` that accepts chunks is compiled as two kinds.
+        widths: rows of further kinds, in ascending order. The largest that is narrow enough accepts chunks; with drafts
+            all do. A width equal to `num_seats` that accepts chunks is compiled as two kinds.
         batch_invariant: the widest kind alone.
         least_saved_reads: as in `Kind`.
         cost: time of a step with this number of rows. None: no drafts.

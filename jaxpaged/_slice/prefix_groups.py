@@ -42,7 +42,7 @@ def find_groups(allocator: BlockAllocator) -> SeatGroups:
     counts = jnp.arange(1, tables.shape[1] + 1, dtype=jnp.int32)[None]  # block counts
 
     # 1. If m requests share their first n blocks, each skips reading n - n / m of them. Each seat picks the n with the
-    # most skipped reads. It is known by the n-th block, which only those m requests hold.
+    # most skipped reads. The n-th block identifies the group: only these m requests hold it.
     is_full = counts <= (allocator.lengths // allocator.block_size)[:, None]
     holders = 1 + allocator.pool.extra_holders[tables]
     saved = jnp.where(is_full, counts.astype(jnp.float32) * (1 - 1 / holders), 0.0)

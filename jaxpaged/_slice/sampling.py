@@ -321,6 +321,6 @@ def noise_of(seeds: jax.Array, positions: jax.Array, draws: jax.Array, size: int
     index = jnp.arange(size, dtype=jnp.uint32)
     key = seeds[:, None, None], positions.astype(jnp.uint32)[:, None, None]
     words, _ = threefry(key, (draws.astype(jnp.uint32)[None, :, None], index[None, None]))
-    # 23 bits give a number from 1 to 2. The maximum avoids the logarithm of 0.
+    # 23 random bits give a number from 1 to 2. The maximum avoids the logarithm of 0.
     uniform = lax.bitcast_convert_type(words >> 9 | jnp.uint32(0x3F800000), jnp.float32) - 1
     return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))

@@ -80,8 +80,8 @@ class StepOutputs:
             new = jnp.pad(new, ((0, 0), (0, missing), *[(0, 0)] * (new.ndim - 2)))
             return new.reshape(-1, *new.shape[2:])
 
-        # Not `.at[: len(new)]`, here and in the allocator: jax 0.11.2 crashes over this scatter without an index array
-        # if caches are on a mesh.
+        # Not `.at[: len(new)]`, here and in the allocator: it is a scatter with an empty index array, over which jax
+        # 0.11.2 crashes if caches are on a mesh.
         scores = jax.tree.map(
             lambda old, new: lax.dynamic_update_slice_in_dim(old, new, 0, axis=0), self.scores, scores
         )
@@ -156,18 +156,20 @@ def score_and_sample(
 def _by_row(
     head: Head, scheduler: Scheduler, step: StepPlan, kind: Kind, rows: Rows, draw: Callable[..., Drawn]
 ) -> tuple[Drawn, Scores]:
-    """Samples or scores each row, in steps with few rows."""
+    """Samples or scores every row."""
     sampling = rows_of(step.sampling, step.seats) if kind.is_by_row else step.sampling
     tokens, logprobs, top_logprobs = draw(head(None), sampling, rows.positions, given=rows.given)
     scores = Scores(rows.request_ids, rows.positions, logprobs, tokens == rows.given, top_logprobs)
     drawn = jnp.where(rows.is_scored, rows.given, tokens), logprobs, top_logprobs
 
-    def for_seats(values: jax.Array) -> jax.Array:
-        if kind.draws_all:
-            return values.at[drawn_rows(step, kind, num_drafts=scheduler.num_drafts)].get(mode="clip")
-        return jnp.zeros((kind.num_seats, *values.shape[1:]), values.dtype).at[step.seats].set(values, mode="drop")
-
-    return jax.tree.map(for_seats, drawn) if kind.is_by_row else drawn, scores
+    if kind.draws_all:
+        index = drawn_rows(step, kind, num_drafts=scheduler.num_drafts)
+        drawn = jax.tree.map(lambda x: x.at[index].get(mode="clip"), drawn)
+    elif kind.is_by_row:
+        drawn = jax.tree.map(
+            lambda x: jnp.zeros((kind.num_seats, *x.shape[1:]), x.dtype).at[step.seats].set(x, mode="drop"), drawn
+        )
+    return drawn, scores
 
 
 def _by_group(
@@ -180,7 +182,7 @@ def _by_group(
     judge: Callable[..., Drawn],
     num_top_logprobs: int,
 ) -> tuple[Drawn, Scores]:
-    """Samples one group of rows and scores the others in groups."""
+    """Samples one group of rows, and scores others in groups of the same size."""
     size, index = group_size(kind), jnp.arange(kind.width, dtype=jnp.int32)
     scored = first_marked(index, rows.is_scored, size=num_scored(kind), fill_value=kind.width)
     last, sampling = jax.tree.map(lambda x: jnp.pad(x, (0, size - len(x))), (step.last, step.sampling))
@@ -194,7 +196,7 @@ def _by_group(
     def skip_group(group: jax.Array) -> Drawn:
         return jnp.zeros_like(group), jnp.zeros(size, jnp.float32), TopLogprobs.create(size, num_top_logprobs)
 
-    # Not a loop that ends by a condition: a GPU's call would wait for the model. [slices_h100]
+    # Not a loop with a traced end: on a GPU the call would wait for the model. [slices_h100]
     is_used = jnp.arange(0, len(scored), size) < rows.is_scored.sum(dtype=jnp.int32)
     _, groups = lax.scan(
         lambda _, group: (None, lax.cond(group[0], score_group, skip_group, group[1])),

@@ -169,7 +169,7 @@ MUTANTS = (
     Mutant(
         "drafts: the text of any request",
         DRAFTING,
-        "(self.families[None] == of_seats) & ",
+        "(self.families[None] == families) & ",
         "",
         f"{DRAFTS}::each_others_texts",
         "salts",

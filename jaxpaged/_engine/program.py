@@ -86,14 +86,14 @@ def first_state(
         # A batch-invariant engine always computes all rows, so that drafts are free.
         row_cost=math.inf if options.batch_invariant else step_cost(0, is_gpu=options.is_gpu),
     )
-    state = State.create(caches, kinds, options)
+    state = State.create(setup, caches)
     if mesh is not None:
         weights, state = replicate(mesh, (weights, state))
     hidden, aux = output_types(setup, weights, state, mesh)
     if head is None:
         warn_of_logits(kinds, hidden)
     setup = dataclasses.replace(setup, aux=aux)
-    state = state.with_outputs(kinds, options, hidden=None if draft is None else hidden, aux=aux)
+    state = state.with_outputs(setup, None if draft is None else hidden)
     return setup, weights, state if mesh is None else replicate(mesh, state)
 
 

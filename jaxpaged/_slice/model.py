@@ -1,4 +1,4 @@
-"""The model of an engine, and what is the same in all of its slices."""
+"""The user's model, and the part of an engine that all of its slices have in common."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,30 +11,30 @@ from jaxpaged._attention.writes import check_written, watch_writes
 from jaxpaged._slice.drafting import Draft
 from jaxpaged._slice.kinds import Kind
 from jaxpaged._slice.options import ResolvedOptions
-from jaxpaged._slice.pytrees import caches_in, difference, in_same_containers
+from jaxpaged._slice.pytrees import caches_in, describe, difference, in_same_containers
 
-# Weights, tokens, positions, caches and the step: the new caches, hidden states, and perhaps `aux`.
+# Weights, tokens, positions, caches and the step: the new caches, hidden states, and optionally `aux`.
 Apply = Callable[[Any, jax.Array, jax.Array, Any, AttentionStep], tuple[Any, ...]]
 ApplyHead = Callable[[Any, Any], jax.Array]  # weights and hidden states of some rows: logits [rows, vocab]
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What is the same in all slices of an engine, besides weights and shapes."""
+    """The part of an engine that all of its slices have in common, except weights and shapes."""
 
-    model: Callable[..., tuple[Any, Any, Any]]  # `apply_model` of the model, jitted: traced once for a kind of steps
+    model: Callable[..., tuple[Any, Any, Any]]  # jitted `apply_model`, so that each kind of step is traced once
     head: ApplyHead | None
     kinds: tuple[Kind, ...]
     options: ResolvedOptions
     draft: Draft | None = None
-    row_cost: float = 0.0  # of a step without rows, as in `Kind.cost`
-    aux: Any = None  # the types of what `apply` returns as such for a token
+    row_cost: float = 0.0  # time of a step without rows, as in `Kind.cost`
+    aux: Any = None  # shapes and dtypes of a token's `aux`
 
 
 def apply_model(
     apply: Apply, weights: Any, tokens: jax.Array, positions: jax.Array, caches: Any, step: AttentionStep
 ) -> tuple[Any, Any, Any]:
-    """The model over a step's tokens: the new caches, hidden states and `aux`, whose leaves are `[tokens, ...]`."""
+    """Runs the model on a step's tokens: the new caches, hidden states and `aux`, whose leaves are `[tokens, ...]`."""
     try:
         with watch_writes(caches):
             returned = apply(weights, tokens, positions, caches, step)
@@ -42,16 +42,15 @@ def apply_model(
         raise ValueError(
             f"apply asked for more caches than the engine's {len(caches_in(caches))}: one for each layer."
         ) from failure
-    if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
-        num_returned = len(returned) if isinstance(returned, tuple | list) else 1
-        raise ValueError(f"apply must return (caches, hidden) or (caches, hidden, aux); got {num_returned} values.")
-    new_caches, hidden, aux = returned if len(returned) == 3 else (*returned, None)
+    outputs = returned if isinstance(returned, tuple | list) else (returned,)
+    if len(outputs) not in (2, 3):
+        raise ValueError(f"apply must return (caches, hidden) or (caches, hidden, aux); got {len(outputs)} values.")
+    new_caches, hidden, aux = (*outputs, None)[:3]
     for name, tree in (("hidden", hidden), ("aux", aux)):
         for path, leaf in jax.tree.leaves_with_path(tree):
             if not isinstance(leaf, jax.Array) or leaf.shape[:1] != tokens.shape:
-                received = list(leaf.shape) if isinstance(leaf, jax.Array) else type(leaf).__name__
                 raise ValueError(
-                    f"apply must return {name} [{len(tokens)}, ...], one row for each token; got {received} at "
+                    f"apply must return {name} [{len(tokens)}, ...], one row for each token; got {describe(leaf)} at "
                     f"{jax.tree_util.keystr(path) or 'its root'}. The engine picks the rows that the head needs."
                 )
     if not jax.tree.leaves(hidden):
@@ -64,13 +63,14 @@ def apply_model(
 
 
 def apply_head(setup: Setup, weights: Any, hidden: Any, rows: jax.Array | None) -> jax.Array:
-    """The logits of some rows of a step, `[rows, vocab]`; None: of all."""
-    of_rows = hidden if rows is None else jax.tree.map(lambda x: x[rows], hidden)
-    logits = of_rows if setup.head is None else setup.head(weights, of_rows)
-    num_rows, vocab_size = len(jax.tree.leaves(of_rows)[0]), setup.options.vocab_size
-    shape = logits.shape if isinstance(logits, jax.Array) else None
-    if shape is None or len(shape) != 2 or shape[0] != num_rows or vocab_size not in (None, shape[1]):
-        received = type(logits).__name__ if shape is None else list(shape)
-        who = "head" if setup.head is not None else "apply of an engine with head=None"
-        raise ValueError(f"{who} must return logits [{num_rows}, {vocab_size or 'vocab'}]; got {received}.")
+    """The logits of some rows of a step, `[rows, vocab]`. `rows`: int32; None: all rows."""
+    if rows is not None:
+        hidden = jax.tree.map(lambda x: x[rows], hidden)
+    logits = hidden if setup.head is None else setup.head(weights, hidden)
+    num_rows, vocab_size = len(jax.tree.leaves(hidden)[0]), setup.options.vocab_size
+    shape = logits.shape if isinstance(logits, jax.Array) else ()
+    if len(shape) != 2 or shape != (num_rows, vocab_size or shape[1]):
+        received = list(shape) or type(logits).__name__
+        source = "apply of an engine with head=None" if setup.head is None else "head"
+        raise ValueError(f"{source} must return logits [{num_rows}, {vocab_size or 'vocab'}]; got {received}.")
     return logits

@@ -1,4 +1,4 @@
-"""The options of an engine: as a caller writes them, and with a value for each that was None."""
+"""The options of an engine: as a caller passes them, and with every size chosen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxpaged._allocator.state import checked_windows
 from jaxpaged._integers import checked_size, checked_tuple
 from jaxpaged._scheduler.records import MOST_ADAPTERS
 
-LEAST = {  # of the fields that are ints; None is for the engine to choose
+LEAST = {  # lower bounds of the int fields
     **dict.fromkeys(
         ("vocab_size", "max_num_seqs", "max_model_len", "chunk_tokens", "max_requests", "steps_per_slice"), 1
     ),
@@ -26,37 +26,37 @@ class EngineOptions:
     """The sizes and features of an `Engine`. `Engine.stats()` returns the sizes that it chose for those left at None.
 
     Attributes:
-        vocab_size: the width of the logits, and the end of the token ids that requests may have. None: neither is
-            checked.
-        max_num_seqs: the most requests that run at once. None: chosen, as the next three (`docs/engine.md` says how).
+        vocab_size: the width of the logits, and the upper bound of token ids. None: neither is checked.
+        max_num_seqs: the most requests that run at once. None: chosen, like the next three (`docs/engine.md` says how).
         max_model_len: the most tokens of a request, prompt and new ones together.
-        chunk_tokens: the most prompt tokens that a step computes, with one token of each running request. More make
-            long prompts faster, and steps with prompts slower.
-        widths: the rows of narrower steps, for when few requests need a token. Each width is compiled. (): none.
-        max_requests: the most requests on the device, running or waiting; more wait on the host. None: four times
+        chunk_tokens: the most prompt tokens that a step computes, in addition to one token of each running request. A
+            larger number makes long prompts faster, and steps with prompts slower.
+        widths: the rows of narrower steps, for times when few requests need a token. Each width is compiled. (): none.
+        max_requests: the most requests on the device, running or waiting; the others wait on the host. None: four times
             `max_num_seqs`.
         steps_per_slice: the steps between two reports to the host. New requests and aborts wait for the end of a slice.
-            None: the number that reads 12 GB of weights, on a CPU 0.8 GB, at most 16.
+            None: the number of steps that read 12 GB of weights (0.8 GB on a CPU), at most 16.
         num_stop_ids: the most stop tokens of a request.
-        num_adapters: the number of adapters of the model, which requests name from 0 on. `apply` finds the adapter of
-            each token in `step.adapters` (`docs/engine.md`).
-        windows: the window of each group of layers, or None, as in `BlockAllocator.create`. With several groups there
-            is one cache for each layer of a group, which its counterparts in the other groups share, and each layer
-            attends with `step.group(i)` of its group (`layer_groups`).
-        prefix_cache: share the blocks of requests that begin alike, instead of computing each.
-        host_cache_bytes: host memory for blocks of the prefix cache, which come back once the pool has lost them. Needs
-            `prefix_cache`, and one group of layers without a window. None: none.
+        num_adapters: the number of adapters of the model. Requests select one by its index. `apply` finds the adapter
+            of each token in `step.adapters` (`docs/engine.md`).
+        windows: the window of each group of layers, or None, as in `BlockAllocator.create`. With several groups, the
+            engine has one cache for each layer of a group. The corresponding layers of the other groups share it, and
+            each layer attends with `step.group(i)` of its group (`layer_groups`).
+        prefix_cache: share the blocks of requests that begin with the same tokens, instead of computing them again.
+        host_cache_bytes: host memory for blocks of the prefix cache, from which blocks that the pool has lost are
+            restored. Needs `prefix_cache`, and one group of layers without a window. None: no host memory.
         num_speculative_tokens: the most drafts of a request, guesses of its next tokens, that a step computes with its
-            newest token; 0: none. The tokens are the same as without. The head is then applied to each row of a step.
-        batch_invariant: make the logprobs of a request the same to the last bit whatever shares its steps. Every step
-            then has `max_num_seqs + chunk_tokens` rows, and attention one partition (`docs/engine.md` has the cost).
+            newest token; 0: none. The generated tokens do not change. The head is applied to each row of a step.
+        batch_invariant: make the logprobs of a request bitwise independent of the other requests in its steps. Every
+            step then has `max_num_seqs + chunk_tokens` rows, and attention one partition (`docs/engine.md` has the
+            cost).
         processed_logprobs: return the logprobs of new tokens under the distribution that they are drawn from, after
             temperature, `top_k` and `top_p`; vLLM's `logprobs_mode="processed_logprobs"`. Logprobs of greedy tokens, of
-            prompts and of `score` stay the model's.
+            prompts and of `score` are always the model's.
         max_logprobs: the most `top_logprobs` of a request. If it is not 0, a step in which a request wants logprobs
             finds the `max_logprobs` most likely tokens of each row.
-        seed: seeds the requests that bring no seed.
-        compiler_options: passed to `jax.jit`. None: on a GPU, options with which cuBLAS computes matrix products.
+        seed: seeds the requests that have no seed.
+        compiler_options: passed to `jax.jit`. None: on a GPU, options that make cuBLAS compute matrix products.
 
     Raises:
         ValueError: an option of the wrong type, or a size that is too small.
@@ -99,7 +99,7 @@ class EngineOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResolvedOptions(EngineOptions):
-    """The options of an engine that has been made: none of its sizes is None."""
+    """The options of an existing engine, where no size is None."""
 
     max_num_seqs: int
     max_model_len: int
@@ -109,12 +109,12 @@ class ResolvedOptions(EngineOptions):
     steps_per_slice: int
     windows: tuple[int | None, ...]
     compiler_options: dict[str, Any] = dataclasses.field(hash=False)
-    num_blocks: int  # of the caches, with the null block
-    block_size: int  # of the caches
+    num_blocks: int  # in the caches, with the null block
+    block_size: int  # in the caches
     is_gpu: bool
 
     @property
     def growth(self) -> int:
-        """Tokens for which the host tier leaves room: the most of a request in the slice that runs and in the next, and
-        a block."""
+        """Tokens by which each request may grow in the room that the host tier leaves free: the most in this slice and
+        the next, and at least a block."""
         return max(2 * self.steps_per_slice * (self.num_speculative_tokens + 1), self.block_size)

@@ -1,7 +1,6 @@
-"""Trees of small arrays as one: what crosses between host and device costs by the array, hardly by the byte."""
+"""Trees of small arrays as one array: a transfer between host and device costs by the array, hardly by the byte."""
 
 import itertools
-import math
 from types import ModuleType
 from typing import Any
 
@@ -10,20 +9,20 @@ import numpy as np
 
 
 def pack(tree: Any, xp: ModuleType = np) -> Any:
-    """Arrays of 32 bits and of bool, behind one another as int32 `[words]`. `xp`: `jnp` inside of jit."""
-    return xp.concatenate([xp.ravel(_as_words(xp.asarray(leaf))) for leaf in jax.tree.leaves(tree)])
+    """Concatenates arrays of bool or 32-bit dtypes as int32 `[words]`. `xp`: `jnp` inside jit."""
+    return xp.concatenate([_as_words(xp.asarray(leaf)).ravel() for leaf in jax.tree.leaves(tree)])
 
 
 def num_words(tree: Any) -> int:
-    """Of the tree, packed."""
+    """The length of the packed tree."""
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
 def unpack(words: Any, like: Any) -> Any:
-    """The tree that was packed; `like` has its shapes and dtypes. NumPy's arrays are views."""
+    """Inverse of `pack`. `like` has the tree's shapes and dtypes. 32-bit NumPy leaves are views of `words`."""
     leaves, treedef = jax.tree.flatten(like)
-    ends = itertools.accumulate(math.prod(leaf.shape) for leaf in leaves)
-    parts = [_as_dtype(words[end - math.prod(leaf.shape) : end], leaf) for leaf, end in zip(leaves, ends, strict=True)]
+    ends = itertools.accumulate(leaf.size for leaf in leaves)
+    parts = [_as_dtype(words[end - leaf.size : end], leaf) for leaf, end in zip(leaves, ends, strict=True)]
     return jax.tree.unflatten(treedef, parts)
 
 

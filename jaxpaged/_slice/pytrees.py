@@ -1,4 +1,4 @@
-"""Pytrees of arrays that must be alike."""
+"""Comparison of pytrees, and the caches in one."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from jaxpaged._cache.kv_cache import KVCache
 
 
 def difference(before: Any, after: Any) -> str | None:
-    """What first differs in structure, shape or dtype, in words; None if nothing does."""
-    found = [dict(jax.tree.flatten_with_path(tree)[0]) for tree in (before, after)]
-    for path in [*found[0], *found[1]]:
-        ours, theirs = (_text(leaves, path) for leaves in found)
-        if ours != theirs:
-            return f"{jax.tree_util.keystr(path) or 'it'} was {ours} and is {theirs}"
+    """Describes the first difference in structure, shape or dtype; None if there is no difference."""
+    both = [dict(jax.tree.flatten_with_path(tree)[0]) for tree in (before, after)]
+    for path in [*both[0], *both[1]]:
+        old, new = (_text(leaves, path) for leaves in both)
+        if old != new:
+            return f"{jax.tree_util.keystr(path) or 'it'} was {old} and is {new}"
     structures: list[Any] = [jax.tree.structure(tree) for tree in (before, after)]
     if structures[0] == structures[1]:
         return None
@@ -26,6 +26,11 @@ def _text(leaves: dict[Any, Any], path: Any) -> str:
     return f"{jnp.result_type(leaves[path])}{list(np.shape(leaves[path]))}" if path in leaves else "not there"
 
 
+def describe(x: Any) -> str:
+    """The dtype and shape of an array, or the type of another object."""
+    return f"{x.dtype} {list(x.shape)}" if isinstance(x, jax.Array) else type(x).__name__
+
+
 def in_same_containers(before: Any, after: Any) -> Any:
     """The leaves of `after` in the containers of `before`: lists become tuples. Unchanged if their paths differ."""
     paths = [[path for path, _ in jax.tree.leaves_with_path(tree)] for tree in (before, after)]
@@ -33,5 +38,5 @@ def in_same_containers(before: Any, after: Any) -> Any:
 
 
 def caches_in(caches: Any) -> list[KVCache]:
-    """The caches of a model, out of the containers in which they are."""
+    """The model's caches as a list."""
     return jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, KVCache))

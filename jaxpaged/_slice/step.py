@@ -1,4 +1,4 @@
-"""One step: plan, attend, draw, commit."""
+"""One step: plan, run the model, draw tokens, commit."""
 
 import dataclasses
 import functools
@@ -23,9 +23,9 @@ from jaxpaged._slice.state import State
 
 
 def model_outputs(setup: Setup, weights: Any, state: State) -> tuple[Any, Any]:
-    """The types of what the model returns for a token: hidden states, and `aux`."""
+    """The hidden states and `aux` of a step of the widest kind, of interest for their types alone."""
     kind = setup.kinds[-1]
-    _, allocator, step = state.scheduler.plan(state.allocator, chunk_tokens=kind.chunk_tokens, width=kind.fewer_rows)
+    _, allocator, step = state.scheduler.plan(state.allocator, **kind.plan_options)
     attention_step = make_attention_step(allocator, step, kind, state.caches)
     return setup.model(weights, step.tokens, step.positions, state.caches, attention_step)[1:]
 
@@ -33,34 +33,25 @@ def model_outputs(setup: Setup, weights: Any, state: State) -> tuple[Any, Any]:
 def one_step(setup: Setup, weights: Any, state: State, *, wants_logprobs: jax.Array, index: int) -> State:
     """A step of the kind `setup.kinds[index]`."""
     kind, drafting = setup.kinds[index], state.drafting
-    drafts, is_silent = None, jnp.zeros((), jnp.bool_)
+    drafts, is_silent = None, jnp.bool_(False)
     if kind.draws_all:
         assert drafting is not None
         drafts = drafting.guesses
         if setup.draft is not None:
             drafts = call_draft(setup.draft, weights, state.scheduler, drafting)
             is_silent = (drafting.guesses[:, 0] >= 0) & (drafts[:, 0] < 0)
-    scheduler, allocator, step = state.scheduler.plan(
-        state.allocator, chunk_tokens=kind.chunk_tokens, width=kind.fewer_rows, drafts=drafts
-    )
-    seats, groups, num_saved_reads = step.seats if kind.is_narrow else None, None, jnp.zeros((), jnp.int32)
+    scheduler, allocator, step = state.scheduler.plan(state.allocator, **kind.plan_options, drafts=drafts)
+    seats, groups, num_saved_reads = step.seats if kind.is_narrow else None, None, jnp.int32(0)
     if kind.least_saved_reads is not None:
         assert state.seat_groups is not None
         step, seats, groups, num_saved_reads = sort_by_group(step, state.seat_groups)
     attention_step = make_attention_step(allocator, step, kind, state.caches, seats, groups)
     caches, hidden, aux = setup.model(weights, step.tokens, step.positions, state.caches, attention_step)
     head = functools.partial(apply_head, setup, weights, hidden)
-    tokens, logprobs, top_logprobs, scores = score_and_sample(
-        head,
-        scheduler,
-        state.spans,
-        step,
-        kind,
-        wants_logprobs,
-        is_processed=setup.options.processed_logprobs,
-        num_top_logprobs=setup.options.max_logprobs,
+    (tokens, logprobs, top_logprobs), scores = score_and_sample(
+        head, setup.options, scheduler, state.spans, step, kind, wants_logprobs
     )
-    index_of_step = scheduler.num_steps
+    num_steps = scheduler.num_steps
     scheduler, allocator = scheduler.commit(allocator, step, tokens)
     if drafting is not None:
         before, after = (rows_of(s.num_known, step.request_ids) for s in (state.scheduler, scheduler))
@@ -69,16 +60,15 @@ def one_step(setup: Setup, weights: Any, state: State, *, wants_logprobs: jax.Ar
 
     rows = drawn_rows(step, kind, num_drafts=scheduler.num_drafts)
     aux = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), aux)
-    outputs = StepOutputs.create(scheduler, setup.kinds, setup.options.max_logprobs, setup.aux)
-    outputs = outputs.with_step(kind, logprobs, top_logprobs, aux, scores, drafts=scheduler.num_drafts)
-    num_given = jnp.diff(step.query_starts) - step.num_drafts
+    outputs = StepOutputs.create(setup, scheduler).with_step(kind, logprobs, top_logprobs, aux, scores)
+    num_known = jnp.diff(step.query_starts) - step.num_drafts
     return dataclasses.replace(
         state,
         scheduler=scheduler,
         allocator=allocator,
         caches=caches,
-        outputs=state.outputs.at[index_of_step].set(pack(outputs, jnp), mode="drop"),
-        num_waited=count_wait(state.num_waited, scheduler.num_pending(allocator), num_given),
+        outputs=state.outputs.at[num_steps].set(pack(outputs, jnp), mode="drop"),
+        num_waited=count_wait(state.num_waited, scheduler.num_pending(allocator), num_known),
         num_of_kind=state.num_of_kind.at[index].add(1),
         num_saved_reads=state.num_saved_reads + num_saved_reads * allocator.block_size,
         drafting=drafting,
@@ -90,7 +80,7 @@ def make_attention_step(
     step: StepPlan,
     kind: Kind,
     caches: Any,
-    seats: jax.Array | None = None,  # of the step's sequences; None: each seat in its order
+    seats: jax.Array | None = None,  # int32 [seqs], the seat of each sequence; None: all seats in order
     groups: PrefixGroups | None = None,
 ) -> AttentionStep:
     if seats is not None:

@@ -17,7 +17,6 @@ class Gpu:
     compute_capability: float
     name: str = "a GPU"
     broken_ptxas: str | None = None  # the version of the one that JAX compiles with here, if it miscompiles
-    fault: str = ""  # what a self-test found wrong with the kernels
 
     @property
     def has_kernels(self) -> bool:
@@ -47,7 +46,7 @@ def named(name: str) -> Gpu:
 
 def device() -> jax.Device:
     """The one that JAX uses by default in this process."""
-    return jax.local_devices()[0]  # of jax.devices() the first may be another process's
+    return jax.local_devices()[0]  # the first of jax.devices() may be another process's
 
 
 def is_gpu() -> bool:

@@ -45,7 +45,7 @@ class Refusal:
     """No kernel computes the call."""
 
     message: str  # names the limit and what was received
-    is_told: bool = True  # whether a caller who named no implementation is warned: a kernel could compute
+    is_told: bool = True  # whether XLA in its place deserves a warning: a kernel could compute
 
     @property
     def reason(self) -> str:

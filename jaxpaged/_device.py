@@ -17,7 +17,6 @@ class Gpu:
     compute_capability: float
     name: str = "a GPU"
     broken_ptxas: str | None = None  # version of a ptxas that miscompiles kernels, if JAX uses one
-    fault: str = ""  # a fault that the self-test found in the kernels
 
     @property
     def has_kernels(self) -> bool:

@@ -1,7 +1,7 @@
 """Checks attention on this machine against the reference: `python -m jaxpaged.selftest`.
 
-On an NVIDIA GPU since Ampere it checks the kernels, and if all are right times them beside XLA, the rate of the GPU's
-memory and that of its matrix products. Elsewhere it checks what XLA computes. It prints the versions,
+On an NVIDIA GPU since Ampere it checks the kernels, and if all are right compares their times with XLA, the rate of the
+GPU's memory and the rate of its matrix products. Elsewhere it checks what XLA computes. It prints the versions,
 tables in Markdown, and a line to report: docs/gpus.md says where. Exit codes: 0, every result is right; 1, a result is
 wrong or a kernel failed.
 """

@@ -10,6 +10,6 @@
 | `common` | | what these kernels share | |
 
 The folder of a kernel has an equation, a picture and an order of reading in its `__init__`, which exports one object:
-its `KERNEL` (`common.interface`). `config` says what the kernel takes and how a call is cut up, and does not import
-Mosaic; `kernel` has the body and `launch`.
+its `KERNEL` (`common.interface`). `config` has the kernel's limits and cuts a call up, and does not
+import Mosaic; `kernel` has the body and `launch`.
 """

@@ -1,4 +1,4 @@
-"""The tokens of one step: where each is written, and what it sees. What a model's layers attend with."""
+"""The tokens of one step: where each is written, and what it sees. A model's layers attend with it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LayerKeywords(TypedDict, total=False):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionStep:
-    """The tokens that a step computes: of which sequences they are, where they are written, and what they see.
+    """The tokens that a step computes: their sequences, where they are written, and what they see.
 
     Functions, Flax modules and models that an `Engine` runs all attend with it: `cache, out = step.attend(q, k, v,
     cache)` in each layer. It is a pytree, and may be passed to `jit`, `scan`, `vmap`, `remat` and `jax.export`.
@@ -54,7 +54,7 @@ class AttentionStep:
     Its tokens are in one of three layouts:
 
     - one token of each sequence: `slots` is `[seqs]`;
-    - as many of each sequence: `slots` is `[seqs, q_len]`, a sequence's newest tokens last;
+    - several tokens of each sequence: `slots` is `[seqs, q_len]`, a sequence's newest tokens last;
     - packed, with `query_starts`: `slots` is `[tokens]`, the tokens of one sequence after those of another. vLLM and
       FlashAttention call `query_starts` `cu_seqlens_q`, JAX's TPU kernels `cu_q_lens`.
 
@@ -72,7 +72,7 @@ class AttentionStep:
             nor a number of partitions of its own. None: each sequence reads its own.
         adapters: int32 `[tokens]`, the adapter of each token, for `jaxpaged.lora`; -1: none. None: there are none.
         plan: how the work of a layer without a window is cut. None: each layer decides.
-        num_partitions: into how many parts each sequence is cut, as in `paged_attention`. None: as many as fill a GPU.
+        num_partitions: into how many parts each sequence is cut, as in `paged_attention`. None: enough to fill a GPU.
         group_index: of the group of layers that this is for; 0 before `group` is called.
     """
 
@@ -107,8 +107,8 @@ class AttentionStep:
             allocator: after the `append` that made room for the tokens.
             slots: int32, what that `append` returned, `[seqs]` or `[seqs, q_len]`; or packed `[tokens]`, from
                 `BlockAllocator.slots`. With several groups of layers with an axis of groups in front.
-            positions: int32, as slots without the groups. None: those of the newest tokens of each sequence. Of a tree:
-                each token's depth plus the length of the history.
+            positions: int32, as slots without the groups. None: the positions of the newest tokens of each sequence.
+                In a tree: each token's depth plus the length of the history.
             query_starts: int32 `[seqs + 1]`, not descending, where each sequence's tokens begin.
             tree_mask: from `jaxpaged.tree_mask`, for tokens that are not packed.
             prefix_groups: from `BlockAllocator.prefix_groups`, of these tokens.
@@ -215,7 +215,7 @@ class AttentionStep:
                 `implementation` of `paged_attention`.
 
         Returns:
-            The new cache, and the output in q's shape, its last axis that of the values.
+            The new cache, and the output in q's shape but with the values' last axis.
 
         Raises:
             ValueError: the last argument is no cache, the step has several groups of layers, `interleaved` without

@@ -36,7 +36,7 @@ def check_call(
     value_dim: int | None = None,
     **options: Unpack[Options],
 ) -> Call:
-    """Raises `ValueError` if no implementation could take them; returns the arguments in one form."""
+    """Raises `ValueError` if no implementation could compute them; returns the arguments in one form."""
     q, k_cache, v_cache, block_tables, lengths = _as_arrays(q, k_cache, v_cache, block_tables, lengths)
     if query_starts is not None:
         query_starts = _check_starts(query_starts, q, lengths)
@@ -96,7 +96,7 @@ def _check_tree_mask(value: ArrayLike, q: jax.Array) -> jax.Array:
 def _as_arrays(
     q: ArrayLike, k_cache: ArrayLike, v_cache: ArrayLike | None, block_tables: ArrayLike, lengths: ArrayLike
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]:
-    """The same, of dtypes that are taken."""
+    """The same as arrays, with supported dtypes."""
     q, k_cache, v_cache = jnp.asarray(q), jnp.asarray(k_cache), None if v_cache is None else jnp.asarray(v_cache)
     block_tables, lengths = as_int32(block_tables), as_int32(lengths)
     if q.dtype not in QUERY_DTYPES:

@@ -31,7 +31,7 @@ def context_parallel_attention(
     sinks: ArrayLike | None = None,
     **options: Unpack[ContextKeywords],
 ) -> tuple[jax.Array, jax.Array]:
-    """`paged_attention` of the newest tokens of each sequence, over tokens that lie on all devices of a mesh axis.
+    """`paged_attention` of the newest tokens of each sequence, over tokens on all devices of a mesh axis.
 
     For use inside `jax.shard_map`. Each of the n devices holds a part of every block: device i holds the i-th
     `block_size / n` of a block's tokens, in the allocator's `block_size`. Tables, lengths and allocator are the same
@@ -87,7 +87,7 @@ def context_parallel_attention(
     arrays = q, k_cache, v_cache, block_tables, lengths
     checked = "scale", "k_scale", "v_scale", "value_dim"
     call = check_call(*arrays, sinks=sinks, **{name: x for name, x in options.items() if name in checked})  # type: ignore[arg-type]
-    call = dataclasses.replace(call, lengths=as_int32(lengths))  # of all devices: they may exceed one device's tables
+    call = dataclasses.replace(call, lengths=as_int32(lengths))  # on all devices: they may exceed one device's tables
     if sinks is not None:  # once, on the first device
         sinks = jnp.where(jax.lax.axis_index(axis_name) == 0, sinks, -jnp.inf)
     if call.q.shape[1] == 1:
@@ -147,7 +147,7 @@ def _attend_in_runs(
     before = paged_attention(*arrays, return_lse=True, **options)
     out, lse = (join_uniform(x, whole) for x in before)
 
-    # A run of tokens lies in one block more than it fills.
+    # A run of tokens reaches into one block more than it fills.
     blocks_before = jnp.repeat(blocks_before, run, axis=1)[:, -q_len:, None]  # [seqs, q_len, 1]
     entries = blocks_before + jnp.arange(-(-(run - 1) // size) + 1, dtype=jnp.int32)[None, None]
     entries = jnp.minimum(entries, call.block_tables.shape[1] - 1)

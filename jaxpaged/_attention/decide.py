@@ -12,7 +12,7 @@ def decide(call: Call, hints: StaticHints, gpu: Gpu | None = None, *, computes: 
     """How the kernels compute the call on a GPU, by default JAX's default device; a refusal if XLA does.
 
     `computes`: the call is computed or traced now. Then the self-test may run, and a warning says why XLA computes what
-    a kernel could have. Raises `NotImplementedError` if the kernels were named and none takes the call.
+    a kernel could have. Raises `NotImplementedError` if the kernels were named and all refuse the call.
     """
     if hints.implementation == "xla":
         return Refusal('the call names implementation="xla".', is_told=False)

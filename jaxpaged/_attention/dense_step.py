@@ -1,4 +1,4 @@
-"""A stand-in for `AttentionStep` without a cache: whole sequences in plain jnp, which can be differentiated."""
+"""`AttentionStep` without a cache: whole sequences in plain jnp, which can be differentiated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOW = ("num_partitions", "implementation")  # options that do not change what is
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseStep:
-    """What `dense_step` returns.
+    """The result of `dense_step`.
 
     Attributes:
         positions: int32 `[tokens]`, of each token in its sequence.

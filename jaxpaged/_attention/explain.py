@@ -28,7 +28,7 @@ class Explanation:
     num_partitions: int | Literal["plan"] | None
     # With prefix groups: the call on the shared blocks, and this one is on the others.
     shared: Explanation | None = None
-    title: str = ""  # of the kernel
+    _title: str = dataclasses.field(default="", repr=False)  # the kernel's
 
     def __str__(self) -> str:
         if self.kernel is None:
@@ -37,7 +37,7 @@ class Explanation:
             partitions = f"{self.num_partitions} to a sequence"
             if self.num_partitions == "plan":
                 partitions = "by a plan, more for longer sequences"
-            text = f"mosaic_gpu: {self.title}\n  partitions: {partitions}\n  {self.config}"
+            text = f"mosaic_gpu: {self._title}\n  partitions: {partitions}\n  {self.config}"
         return text if self.shared is None else f"{text}\nfor the shared prefix {self.shared}"
 
 
@@ -73,7 +73,7 @@ def explain(
 
     Raises:
         ValueError: as `paged_attention`; another gpu.
-        NotImplementedError: as `paged_attention`, if the kernels are named and take no such call.
+        NotImplementedError: as `paged_attention`, if the kernels are named and refuse the call.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpaged
@@ -112,4 +112,4 @@ def _explanation(call: Call, hints: StaticHints, gpu: _device.Gpu | None) -> Exp
     if isinstance(choice, Refusal):
         return Explanation("xla", choice.message, None, None, None)
     kernel, config = choice.kernel, choice.config
-    return Explanation("mosaic_gpu", "", kernel.name, config, config.partitions, title=kernel.title)
+    return Explanation("mosaic_gpu", "", kernel.name, config, config.partitions, _title=kernel.title)

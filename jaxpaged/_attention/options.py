@@ -98,7 +98,7 @@ def known_int(value: ArrayLike | None) -> int | None:
 
 
 def check_partitions(num_partitions: int | None) -> int | None:
-    """A number as a Python int. Raises `ValueError` for a number that no call can take."""
+    """A number as a Python int. Raises `ValueError` for a number that no call can have."""
     if num_partitions is None:
         return None
     if (

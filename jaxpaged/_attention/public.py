@@ -238,9 +238,9 @@ def whole_attention(
     k_scale: jax.Array | None,
     value_dim: int | None,
     implementation: Implementation | None,
-    return_lse: Literal[True],  # `on_shards` asks for it
+    return_lse: Literal[True],  # for `on_shards`
 ) -> tuple[jax.Array, jax.Array]:
-    """`paged_attention` of queries that see all of `lengths`, none of which is a query's own token."""
+    """`paged_attention` of queries that see all of `lengths`, where no query's own token is."""
     call, hints = check(
         (q, k_cache, v_cache, block_tables, lengths),
         query_starts=query_starts,

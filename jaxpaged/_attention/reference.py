@@ -52,9 +52,9 @@ def paged_attention_reference(
     return_lse: bool = False,
     **options: Unpack[CallKeywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """What `paged_attention` must compute, in float32 at the highest precision.
+    """The definition of `paged_attention`, in float32 at the highest precision.
 
-    It takes the arguments and options of `jaxpaged.paged_attention`, except those that only say how to compute it:
+    It has the arguments and options of `jaxpaged.paged_attention`, except those that only say how to compute it:
     `implementation`, `num_partitions` and `prefix_groups`. It is meant for tests: it gathers the whole table of
     every sequence and holds `[seqs, heads, q_len, max_blocks * block_size]` logits.
 

@@ -43,7 +43,7 @@ def cut_uniform(call: Call, run: int) -> Call:
 
 
 def join_uniform(x: jax.Array, call: Call) -> jax.Array:
-    """What the call on `cut_uniform(call, run)` returns, as `[seqs, q_len, heads, ...]`."""
+    """The results of the call on `cut_uniform(call, run)`, as `[seqs, q_len, heads, ...]`."""
     (seqs, q_len, heads, _), rest = call.q.shape, x.shape[3:]
     if not call.causal:  # [seqs * runs, 1, run * heads, ...]
         x = x.reshape(x.shape[0], call.kv_heads, -1, call.group, *rest).swapaxes(1, 2)

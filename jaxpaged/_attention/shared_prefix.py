@@ -1,7 +1,7 @@
 """Blocks that several sequences begin with: attended to once for all of them.
 
-One call takes the queries of a group of sequences, on a sequence of the shared blocks, which every query sees as a
-whole. A second call takes what each sequence has after them. The lses are the weights of the two results.
+One call has the queries of a group of sequences, on a sequence of the shared blocks, which every query sees as a whole.
+A second call computes the rest of each sequence. The lses are the weights of the two results.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from pallas_kernels.common.interface import Call
 
 def split(call: Call, groups: PrefixGroups) -> tuple[Call, Call, jax.Array] | None:
     """The call on the shared blocks, with one sequence for each group; the call on the other blocks; and which query
-    tokens take part in the first, bool of q's shape without heads and head_dim. None: nothing is shared.
+    tokens are in the first, bool of q's shape without heads and head_dim. None: nothing is shared.
 
     Raises `ValueError` for groups of other sequences.
     """

@@ -2,7 +2,7 @@
 
 Bits rather than parents: one shift says whether a query sees a token, with no walk up the tree for each logit. A
 token's depth is the number of newest tokens that it sees before itself, which in a tree are its ancestors. A token
-takes 4 bytes for each 32 newest tokens.
+needs 4 bytes for each 32 newest tokens.
 
 The bits need not come from a tree: a query sees the tokens whose bits are set, whatever these tokens see.
 """
@@ -20,7 +20,7 @@ from jaxpaged._integers import as_int32, known_values
 from jaxpaged._one_program import one_program
 from pallas_kernels.common.interface import Call
 
-BITS = 32  # of a word
+BITS = 32  # in a word
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +32,7 @@ class Tree:
     length of the history plus the token's depth.
     """
 
-    bits: jax.Array  # uint32 [seqs, q_len, words]; a query's own bit is set, bits of tokens behind it are not
+    bits: jax.Array  # uint32 [seqs, q_len, words]; a query's own bit is set, bits of later tokens are not
     starts: jax.Array  # int32 [seqs], the ordinal of each sequence's first newest token
     depths: jax.Array  # int32 [seqs, words * 32], of the newest tokens; tokens before the sequence begins count
 
@@ -43,7 +43,7 @@ class Tree:
         return jnp.where(is_new, self.starts[:, None] + depths, ordinals)
 
     def distances(self, query_positions: jax.Array, ordinals: jax.Array) -> jax.Array:
-        """How far queries at int32 [seqs, q_len] stand past the tokens with ordinals [seqs, n]: int32 [seqs, q_len, n],
+        """How far queries at int32 [seqs, q_len] are past the tokens with ordinals [seqs, n]: int32 [seqs, q_len, n],
         negative if the query does not see the token.
 
         The distance is 0 if a query sees a token that itself sees more tokens than the query does.
@@ -114,7 +114,7 @@ def from_rows(mask: jax.Array | None, lengths: jax.Array) -> Tree | None:
     starts = lengths - q_len
     # Those before a sequence begins are seen: a depth counts them, as an ordinal does.
     bits = mask | _bits_below(jnp.maximum(-starts, 0), words)[:, None]
-    bits = (bits | _own_bit(index, words)) & _bits_below(index + 1, words)  # a token sees itself, and none behind it
+    bits = (bits | _own_bit(index, words)) & _bits_below(index + 1, words)  # a token sees itself, and no later one
     depths = jax.lax.population_count(bits & _bits_below(index, words)).sum(axis=-1).astype(jnp.int32)
     return Tree(bits, starts, jnp.pad(depths, ((0, 0), (0, words * BITS - q_len))))
 

@@ -18,7 +18,7 @@ _watched: contextvars.ContextVar["Writes | None"] = contextvars.ContextVar("writ
 
 @dataclasses.dataclass
 class Writes:
-    """What is known of arrays of keys, by their ids. Arrays are kept, so that no id is used again.
+    """Facts about arrays of keys, by their ids. Arrays are kept, so that no id is used again.
 
     Attributes:
         newest: the name of the cache of each array that holds all that was written to it, and the groups whose layers

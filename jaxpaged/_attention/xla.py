@@ -47,16 +47,16 @@ def _attend_in_jit(num_partitions: int | None, on_gpu: bool, call: Call) -> tupl
 
 
 def run_tokens(tokens: int, seqs: int) -> int:
-    """Packed tokens in a run: a power of two, at least those that each sequence has if all have as many.
+    """Packed tokens in a run: a power of two, at least the mean number per sequence.
 
-    A run computes padding as it does tokens. 16 tokens of 8 sequences of 200, 9/3 heads, on a CPU core: runs of 2 take
-    half of the time that runs of 16 take; for 128 tokens, twice.
+    A run computes padding as it does tokens. 16 tokens of 8 sequences of 200, 9/3 heads, on a CPU core: runs of 2 need
+    half of the time of runs of 16; for 128 tokens, twice.
     """
     return min(RUN, 1 << (-(-tokens // max(seqs, 1)) - 1).bit_length())
 
 
 def default_partitions(a: Call, *, on_gpu: bool) -> int:
-    """Partitions of each sequence, by static shapes: on a CPU 1, on a GPU the most for which STEP_BYTES suffice."""
+    """Partitions of each sequence, by static shapes: on a CPU 1, on a GPU the most that fit STEP_BYTES."""
     if not on_gpu:
         return 1
     seqs, q_len, heads, _ = a.q.shape
@@ -124,7 +124,7 @@ def _weighted_sums(lse: jax.Array, num_partitions: int | None, call: Call) -> tu
     walk = Walk.of(call, num_partitions)
     lse = in_rows(call, jnp.where(lse == -jnp.inf, 0.0, lse))
 
-    # What one tile adds. A loop whose trip count is known only at run time has no transpose: this one goes over the
+    # The terms of one tile. A loop whose trip count is known only at run time has no transpose: this one goes over the
     # whole table.
     @jax.checkpoint
     def of_tile(i: jax.Array) -> tuple[jax.Array, jax.Array]:

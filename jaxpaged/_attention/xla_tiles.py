@@ -43,7 +43,7 @@ class Walk:
         of_queries = query_positions(a, tree)  # [seqs, q_len]
         first_visible = jnp.zeros_like(a.lengths)
         if a.options.sliding_window is not None:
-            # Of queries before a sequence's start, or that are not read, none counts.
+            # Queries before a sequence's start, or that are not read, do not count.
             first_query = jnp.where(of_queries >= 0, of_queries, a.lengths[:, None]).min(axis=1)
             first_visible = jnp.maximum(first_query - a.options.sliding_window + 1, 0)
         first = first_visible // tile  # [seqs]
@@ -103,7 +103,7 @@ class Walk:
         return k, k[..., : a.value_dim] if a.v_cache is None else load(a.v_cache, a.options.v_scale)
 
     def _distance(self, tokens: jax.Array) -> jax.Array:
-        """How far each row's query stands past each token, int32 [seqs, partitions, 1, rows, tile]."""
+        """How far each row's query is past each token, int32 [seqs, partitions, 1, rows, tile]."""
         if self.tree is None:
             return self.positions[:, None, None, :, None] - tokens[:, :, None, None, :]
         group = self.call.group

@@ -142,7 +142,7 @@ def plan(source_ids: jax.Array, destination_ids: jax.Array, num_blocks: int) -> 
     legal = _legal(source_ids, destination_ids, num_blocks)
     sources, destinations = jnp.where(legal, source_ids, 0), jnp.where(legal, destination_ids, 0)
     order = jnp.arange(source_ids.size, dtype=jnp.int32)
-    # Of each block the last pair that writes it and the last that reads it, in one table.
+    # For each block the last pair that writes it and the last that reads it, in one table.
     targets, marks = jnp.concatenate([destinations, sources + num_blocks]), jnp.concatenate([order, order])
     last = jnp.full(2 * num_blocks, -1, jnp.int32).at[targets].max(marks, mode="promise_in_bounds")
     live = legal & (last[destinations] == order) & (sources != destinations)

@@ -13,7 +13,7 @@ from jaxpaged._attention.tree import tree_mask
 
 TOLERANCE = 2e-2  # bfloat16 rounds weights and output, each by 2^-9 or less; a wrong token is worse by far
 LENGTHS = (0, 1, 15, 16, 700, 1024)
-PROMPTS: dict[str, Any] = dict(q_len=130, is_packed=True)  # at most so many tokens of each sequence
+PROMPTS: dict[str, Any] = dict(q_len=130, is_packed=True)  # at most this number of tokens per sequence
 
 CASES: dict[str, dict[str, Any]] = {
     "bfloat16": dict(),
@@ -44,9 +44,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 class Case(NamedTuple):
     arrays: tuple[Any, ...]  # q, caches, tables, lengths
-    options: dict[str, Any]  # of the reference too
+    options: dict[str, Any]  # for the reference too
     how: dict[str, Any]  # other arguments of paged_attention
-    value_dim: int | None  # of a latent
+    value_dim: int | None  # for a latent
 
 
 def make_case(
@@ -64,7 +64,7 @@ def make_case(
     with_tree: bool = False,
     is_packed: bool = False,
     num_partitions: int | None = None,
-    value_dim: int | None = None,  # of a latent
+    value_dim: int | None = None,  # for a latent
 ) -> Case:
     """Blocks in random order, and NaN in every slot and scale that no sequence owns."""
     rng, lengths = np.random.default_rng(0), LENGTHS
@@ -117,7 +117,7 @@ def make_case(
 
 def worst_error(case: Case, attend: Callable[..., tuple[jax.Array, jax.Array]]) -> float:
     """The worst error of a row of out, divided by its largest number, or of the lse; NaN or infinity if a result is not
-    finite. `attend`: takes the arguments of `paged_attention`, returns out and lse."""
+    finite. `attend` has the arguments of `paged_attention` and returns out and lse."""
     out, lse = jax.jit(lambda arrays, options: attend(*arrays, **options, **case.how, value_dim=case.value_dim))(
         case.arrays, case.options
     )
@@ -135,6 +135,6 @@ def check(name: str, attend: Callable[..., tuple[jax.Array, jax.Array]]) -> tupl
     """The error of a case as text, or why it failed; and whether it is right."""
     try:
         error = worst_error(make_case(**CASES[name]), attend)
-    except Exception as failure:  # of any kind: the other cases are checked too
+    except Exception as failure:  # any kind: the other cases are checked too
         return f"{type(failure).__name__}: {str(failure).partition('\n')[0][:80]}", False
     return f"{error:.1e}", error < TOLERANCE

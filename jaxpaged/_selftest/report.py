@@ -19,8 +19,8 @@ from jaxpaged._by_kernel import Implementation
 from jaxpaged._selftest import cases
 from pallas_kernels.common.sizes import LEAST_COMPUTE_CAPABILITY
 
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # of the calls that are timed, in bfloat16
-SIDE = 4096  # of the matrix product
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # the calls that are timed, in bfloat16
+SIDE = 4096  # side of the matrix product
 # Sequences, tokens of each, and new ones among these.
 POINTS = {
     "64 x 2048, one token": (64, 2048, 1),
@@ -31,7 +31,7 @@ POINTS = {
 
 
 def case_names(compute_capability: float) -> list[str]:
-    """The cases that the kernels of a GPU take."""
+    """The cases that the kernels support on a GPU."""
     return [
         name
         for name, shape in cases.CASES.items()
@@ -56,7 +56,7 @@ def microseconds(run: Callable[[], Any]) -> float:
 
 def time_point(seqs: int, length: int, q_len: int, implementations: tuple[Implementation, ...]) -> dict[str, float]:
     """Microseconds of each implementation, and under "limit" of what this GPU can do: for single tokens of XLA summing
-    the same keys and values, for prompts of a matrix product with as many operations."""
+    the same keys and values, for prompts of a matrix product with the same number of operations."""
     shape = seqs * length // 16 + 1, 16, KV_HEADS, HEAD_DIM
     k_key, v_key, q_key = jax.random.split(jax.random.key(0), 3)
     k_cache, v_cache = (jax.random.normal(key, shape, jnp.bfloat16) for key in (k_key, v_key))
@@ -77,7 +77,7 @@ def time_point(seqs: int, length: int, q_len: int, implementations: tuple[Implem
 
 
 def num_operations(seqs: int, length: int) -> int:
-    """Of both products of whole prompts."""
+    """Operations of both products of whole prompts."""
     return 4 * HEADS * HEAD_DIM * seqs * length * (length + 1) // 2
 
 
@@ -128,7 +128,7 @@ def versions() -> str:
 
 
 def find_gpu() -> _device.Gpu:
-    """This machine's GPU. Raises `NotImplementedError` if the kernels do not run on it, or there is none."""
+    """This machine's GPU. Raises `NotImplementedError` if the kernels do not run on it, or without a GPU."""
     gpu, least = _device.gpu(), LEAST_COMPUTE_CAPABILITY
     if gpu.compute_capability < least:
         raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""Whether the kernels are wrong on a GPU. A plain call asks for nothing else of the self-test.
+"""Whether the kernels are wrong on a GPU. A plain call imports no other file of the self-test.
 
 The kernels are known to be right on Hopper. On another kind of GPU a self-test compares them with the reference before
 they compute a call by default: at the first call outside of a trace, or when an `Engine` is made. Its result is kept in
@@ -26,8 +26,8 @@ _warned = dict[str, str]()  # messages by reason: once a process
 
 
 def find_fault(gpu: Gpu, arrays: Any, *, by_name: bool = False) -> str:
-    """Why a kernel that takes a call must not compute it on this GPU; empty if it may, as on a GPU of which nothing is
-    known. If the kernels were named, the self-test does not count.
+    """Why the kernels must not compute a call on this GPU; empty if they may, also on a GPU without a verdict. If the
+    kernels were named, the self-test does not count.
 
     `arrays`: of a call that is computed or traced now, which is when the self-test may run; None: it may not.
     """

@@ -1,1 +1,1 @@
-"""What kernels share. `interface`, `partition_plan`, `sizes` and `merge_parts` do not import Mosaic."""
+"""Shared by the kernels. `interface`, `partition_plan`, `sizes` and `merge_parts` do not import Mosaic."""

@@ -88,7 +88,7 @@ def copy_rows(
             token, of_group = quotient(chunk.row, group), remainder(chunk.row, group)
             row = total(product(seq, q_len * heads), product(token, heads), head, of_group)
             is_there = arith.andi(below(chunk.row, num_rows), below(chunk.byte, 2 * head_dim))
-            # What is not there is not read either: it must not be past the end of q.
+            # A missing row is not read either: it must not be past the end of q.
             row = arith.select(is_there, row, i32(0))
             copy(_address(source, wide(row), 2 * head_dim, chunk.byte), chunk.smem, is_there)
 
@@ -100,8 +100,8 @@ def copy_tile(
     source: Any,  # GMEM [blocks, block_size, kv_heads, head_dim]
     target: Any,  # SMEM [tile, width]
     transforms: Any,
-    ids: Sequence[jax.Array],  # of the blocks of the tile
-    slot: jax.Array,  # of the first block where the tile begins
+    ids: Sequence[jax.Array],  # the blocks of the tile
+    slot: jax.Array,  # where the tile begins in the first block
     kv_head: jax.Array,
     seen: tuple[jax.Array, ...] = (),  # rows of the tile to be copied: the first, and one past the last; none: all
 ) -> None:
@@ -119,7 +119,7 @@ def copy_tile(
             is_there = None if row_bytes == chunk.width else below(chunk.byte, row_bytes)
             byte = chunk.byte if is_there is None else arith.select(is_there, chunk.byte, i32(0))
             block_id, of_thread, after = _locate(chunk.thread_row, chunk.rows_after, chunk.rows, block_ids, tile)
-            # What depends on the thread, then what does not: the former stays in a register from tile to tile.
+            # First the part that depends on the thread, which stays in a register from tile to tile.
             place = total(product(of_thread, kv_heads * row_bytes), byte)
             of_tile = product(total(product(arith.addi(slot, i32(after)), kv_heads), kv_head), row_bytes)
             block = product(wide(block_id), block_size * kv_heads * row_bytes)
@@ -224,7 +224,7 @@ def _locate(thread_row: Any, rows_after: int, rows: range, ids: Sequence[Any], t
 
 
 def copy(gmem: Any, smem: Any, is_there: Any | None) -> None:
-    """Of addresses, by a thread; zeros if it is not there."""
+    """A thread copies from one address to another; zeros if the source is missing."""
     if is_there is None:
         utils.inline_ptx("cp.async.cg.shared.global [$0], [$1], 16;", smem, gmem, has_side_effects=True)
         return

@@ -12,12 +12,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common.sizes import div, rem
 
 WARPS = 4  # that copy, of a warpgroup
-Ids = tuple[jax.Array, ...]  # of the blocks of a tile
+Ids = tuple[jax.Array, ...]  # the blocks of a tile
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Of K, or of V."""
+    """A ring of tiles of K, or of V."""
 
     source: Any  # GMEM [blocks, block_size, kv_heads, head_dim]
     target: Any  # SMEM [stages, tile, width]
@@ -46,7 +46,7 @@ def block_at(
 def blocks_of_tile(
     tables: Any,  # int32 [seqs, max_blocks]
     seq: jax.Array,
-    start: jax.Array,  # of the tile, in tokens of the sequence
+    start: jax.Array,  # first token of the tile, in the sequence
     tile_tokens: int,
     entries: tuple[jax.Array, jax.Array],  # as of `block_at`
     cache: Any,  # [blocks, block_size, ...]
@@ -61,7 +61,7 @@ def blocks_of_tile(
 def copy_tile(
     copy: Callable[[jax.Array, Any, Any], None],  # asks the copy engine for tokens of a block, for rows of the tile
     ids: Ids,
-    offset: jax.Array,  # of its first token in the first of them
+    offset: jax.Array,  # slot of its first token in the first block
     block_size: int,
     tile_tokens: int,
 ) -> None:

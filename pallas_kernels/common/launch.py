@@ -22,7 +22,7 @@ def launch(
     inputs: dict[str, Any],  # arrays and pytrees of them; None: not of this call
     out_types: dict[str, Any],
     *,
-    reduction_bytes: int = 2048,  # of SMEM, for reductions across warps
+    reduction_bytes: int = 2048,  # SMEM for reductions across warps
     **how: Any,  # of `plgpu.kernel`
 ) -> Any:
     """The outputs. If `arrivals` is the last of them, it is zeros at first."""
@@ -68,7 +68,7 @@ class OptionRefs:
     def of(
         cls,
         options: AttentionOptions,
-        per_row: Callable[[jax.Array], jax.Array],  # of f32 [heads]
+        per_row: Callable[[jax.Array], jax.Array],  # from f32 [heads]
         *,
         with_sinks: bool = True,
         tree_bits: jax.Array | None = None,

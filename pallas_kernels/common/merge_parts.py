@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 
 def merge(
-    outs: Sequence[jax.Array] | jax.Array,  # of each part, f32 [..., heads, head_dim]
+    outs: Sequence[jax.Array] | jax.Array,  # one per part, f32 [..., heads, head_dim]
     lses: Sequence[jax.Array] | jax.Array,  # f32 [..., heads]
     sinks: jax.Array | None,  # f32 [heads], which the parts have left out
 ) -> tuple[jax.Array, jax.Array]:

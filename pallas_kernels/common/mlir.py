@@ -1,7 +1,7 @@
-"""What the kernels write in MLIR: arithmetic, a thread's registers, and a matrix in SMEM in chunks that threads copy.
+"""MLIR in the kernels: arithmetic, a thread's registers, and a matrix in SMEM in chunks that threads copy.
 
 All of it is inlined into the kernels, for the 128 threads of a warpgroup. The type stubs of MLIR's dialects describe
-the generated classes, not the functions that stand for them.
+the generated classes, not the functions used in their place.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ scf: Any = _scf
 
 
 def constant(kind: str, x: float) -> Any:
-    """Of a type by its name in MLIR."""
+    """A constant of a type that is given by its name in MLIR."""
     return arith.constant(ir.Type.parse(kind), x)
 
 
@@ -43,13 +43,13 @@ def numbers_of(of: Any) -> list[Any]:
 
 
 def make_array(registers: Iterable[Any], layout: Any, shape: tuple[int, ...]) -> fa.FragmentedArray:
-    """Of the registers of a thread, of floating-point numbers; `layout`: of Mosaic."""
+    """From the registers of a thread, floating-point numbers, in a layout of Mosaic."""
     flat = np.fromiter(registers, dtype=object).reshape(layout.registers_shape(shape))
     return fa.FragmentedArray(_registers=flat, _layout=layout, _is_signed=None)
 
 
 def pointer(array: Any, bits: int = 32) -> Any:
-    """Of an array in SMEM; with 64 bits in GMEM."""
+    """The address of an array in SMEM; in GMEM with 64 bits."""
     return llvm.ptrtoint(integer(bits), utils.memref_ptr(array))
 
 
@@ -116,7 +116,7 @@ def chunks(smem: Any) -> Iterator[Chunk]:
     """
     smem_type = ir.MemRefType(smem.type)
     row_tiles, column_tiles, tile_rows, tile_columns = smem_type.shape
-    row_bytes = tile_columns * utils.bitwidth(smem_type.element_type) // 8  # of a tile
+    row_bytes = tile_columns * utils.bitwidth(smem_type.element_type) // 8  # per row of a tile
     width = column_tiles * row_bytes
     in_row = width // CHUNK
     num_chunks = row_tiles * tile_rows * in_row

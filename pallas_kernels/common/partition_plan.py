@@ -64,9 +64,9 @@ def make(
     """Shares `total_partitions`, more than there are sequences, out over int32 lengths [seqs]; window is int32 [].
 
     Whatever the lengths and the window, each sequence gets one at least, and no partition more tiles than `most` =
-    ceil(all tiles / (total_partitions - seqs)), or LEAST_TILES, for which there are enough: ceil(tiles / most) of each
-    sequence add up to at most `total_partitions`. If up to half as many tiles more let all run at the same time,
-    `at_once` of a KV head, a partition gets them.
+    ceil(all tiles / (total_partitions - seqs)), or LEAST_TILES. The partitions suffice: ceil(tiles / most), added up
+    over the sequences, is at most `total_partitions`. A partition gets up to half more tiles than `most` if then all
+    run at the same time, `at_once` per KV head.
     """
     seqs = lengths.shape[0]
     first, end = jax.vmap(lambda length: sizes.tile_range(length, window, q_len, TILE))(lengths)

@@ -18,7 +18,7 @@ LN2 = math.log(2.0)
 # In place of -inf in the running maximum: the difference of two is 0, that of two infinities is NaN.
 LOWEST = -1e30
 ROWS = plgpu.Layout.WGMMA  # [m, rows]: m, a multiple of 64, over the warps; or [rows, n]: see `Orientation`
-# Of a product with operands in registers (m16n8k16), the same for bfloat16 and float16. Its sums are in ROWS.
+# For products with operands in registers (m16n8k16), the same for bfloat16 and float16. Its sums are in ROWS.
 LEFT = plgpu.Layout.MMA_LHS(jnp.float16, m_warps=4)  # [64 or a multiple, k]
 RIGHT = plgpu.Layout.MMA_RHS(jnp.float16, m_warps=4)  # [k, n]
 SCALAR = plgpu.Layout.WG_SPLAT
@@ -26,7 +26,7 @@ SCALAR = plgpu.Layout.WG_SPLAT
 
 def matrix(columns: int, itemsize: int) -> tuple[Any, ...]:
     """Transforms of a matrix in SMEM whose rows are a multiple of `columns` numbers wide: tiles of 8 rows, in which
-    16 bytes of 8 rows stand in different banks."""
+    16 bytes of 8 rows are in different banks."""
     tiling = plgpu.TilingTransform((8, columns))  # type: ignore[abstract]
     if columns * itemsize == 16:
         return (tiling,)
@@ -35,7 +35,7 @@ def matrix(columns: int, itemsize: int) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Orientation:
-    """On which axis of a matrix in ROWS the rows lie, and how vectors of one number a row go with it."""
+    """The axis of the rows in a matrix in ROWS, and vectors with one number per row of it."""
 
     axis: int
 
@@ -76,7 +76,7 @@ def zeros(shape: tuple[int, int]) -> jax.Array:
 def store(ref: Any, value: jax.Array) -> None:
     """Into GMEM, or into SMEM that is neither tiled nor swizzled, with bank conflicts."""
     if hasattr(plgpu, "store"):
-        # From jax 0.12 on, an assignment searches for a store without conflicts; if there is none, it does not end.
+        # From jax 0.12 on, an assignment searches for a store without conflicts, and may search forever.
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value

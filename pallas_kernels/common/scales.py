@@ -8,10 +8,10 @@ so the running maximum is then that of x_t + log2 |s^V_t|: every weight times it
 about 1, for scales of any size. (From 2^-100 to 2^100: l, the sum of the weights without their scales, is relative to
 the same maximum.)
 
-The scales of one head's tokens lie `kv_heads` numbers apart, which the engine that copies K and V cannot gather, and
+The scales of one head's tokens are `kv_heads` numbers apart, which the engine that copies K and V cannot gather, and
 there are only two for each 2 * head_dim bytes. They are copied four bytes a thread (cp.async), without waiting, into
 rings of their own. The programs of all heads of a sequence run side by side, so that the scales of the other heads,
-which lie between, are found in L2.
+which are between them, are found in L2.
 
 Everything here is traced inside the kernels.
 """
@@ -35,8 +35,8 @@ def ring_types(scales: dict[str, Any | None], *, stages: int, tile: int) -> dict
 
 
 def rings(refs: Any) -> list[tuple[Any, Any]]:
-    """Of K and of V the scales of tokens, GMEM f32 [blocks, block_size, kv_heads], and their ring, f32 [stages, tile];
-    without those that are not there."""
+    """Scales of tokens, GMEM f32 [blocks, block_size, kv_heads], and their ring, f32 [stages, tile]: a pair for K and
+    one for V, if the call has them."""
     pairs = (refs.options.k_scale, refs.k_scales_smem), (refs.options.v_scale, refs.v_scales_smem)
     return [pair for pair in pairs if pair[1] is not None]
 
@@ -49,14 +49,14 @@ def load_of_tile(ring: Any | None, stage: jax.Array, orientation: Orientation) -
 
 
 def of_head(scales: Any | None, kv_head: jax.Array) -> jax.Array | None:
-    """f32 []; None where there is none, or one a token."""
+    """f32 []; None without scales, or with one per token."""
     if scales is None or len(scales.shape) == 3:
         return None
     return scales[kv_head if scales.shape[0] > 1 else 0]
 
 
 def scaled(x: jax.Array, factor: jax.Array | None) -> jax.Array:
-    """x times a factor, if there is one."""
+    """x times an optional factor."""
     return x if factor is None else x * factor
 
 
@@ -68,7 +68,7 @@ def over_tokens(vector: jax.Array, shape: tuple[int, ...], orientation: Orientat
 def peaks(
     logits: jax.Array, v_scales: jax.Array, orientation: Orientation, visible: jax.Array | None = None
 ) -> jax.Array:
-    """What the running maximum is taken of, f32 as the logits."""
+    """The numbers whose maximum is the running one, f32 as the logits."""
     size = jnp.maximum(jnp.abs(v_scales), jnp.full(v_scales.shape, LEAST, jnp.float32))
     logits += over_tokens(jnp.log(size) * LOG2E, logits.shape, orientation)
     return logits if visible is None else jnp.where(visible, logits, jnp.full(logits.shape, LOWEST, jnp.float32))

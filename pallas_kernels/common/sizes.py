@@ -1,6 +1,6 @@
 """Arithmetic of rows, tiles and columns that kernels, configurations and plans share.
 
-Without Mosaic, which takes 0.3 s to import: configurations and plans are imported everywhere.
+Without Mosaic, whose import needs 0.3 s: configurations and plans are imported everywhere.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 LEAST_COMPUTE_CAPABILITY = 8.0  # Ampere, the first with cp.async
-COLUMNS = 64  # of a head, that are handled together: the smallest M of a product; the unit of its width in SMEM
+COLUMNS = 64  # columns of a head that are handled together: the smallest M of a product, the unit of its width in SMEM
 DTYPES_16BIT = (jnp.bfloat16, jnp.float16)
 DTYPES_8BIT = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
 
@@ -39,7 +39,7 @@ def divides_tiles(block_size: int) -> bool:
 
 
 def div(x: jax.Array, y: int) -> jax.Array:
-    """Of int32, towards zero, as `rem`."""
+    """int32 division towards zero, as in `rem`."""
     return lax.div(x, jnp.int32(y))
 
 
@@ -69,7 +69,7 @@ def count_tiles(first: jax.Array, end: jax.Array, num_partitions: int | jax.Arra
     """Tiles of a partition: every `num_partitions`-th from `first + partition` on.
 
     They depend only on the sequence's true length, so that neither the width of the table nor the neighbours in the
-    batch change the order of the sums. Partitions take turns, not runs: the first tile does not depend on the length.
+    batch change the order of the sums. Partitions alternate tile by tile: the first tile does not depend on the length.
     """
     return ceil_div(jnp.maximum(end - first - partition, 0), num_partitions)
 

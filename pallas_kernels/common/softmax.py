@@ -1,4 +1,4 @@
-"""What the softmaxes of the kernels share: the soft cap of logits, sums brought to a higher maximum, finished sums.
+"""Shared by the softmaxes of the kernels: the soft cap of logits, sums brought to a higher maximum, finished sums.
 
 Everything here is traced inside the kernels.
 """

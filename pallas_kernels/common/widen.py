@@ -16,7 +16,7 @@ logits are multiplied by that power. Numbers below 2^-14 of the largest lose bit
 Weights of a softmax up to 2^HEADROOM use float16's whole range: down to 2^-29 of the largest, a weight is off by at
 most 2^-11 of itself; a bfloat16 one is off by 2^-9.
 
-The prefill kernel, which widens K and V in SMEM, takes only the conversions from here.
+The prefill kernel, which widens K and V in SMEM, uses only the conversions from here.
 
 Everything here is traced inside the kernels. Interpret mode has neither two views of one buffer nor products with an
 operand in registers: there the same orders come about by reshaping.
@@ -79,7 +79,7 @@ class Tiles:
 
     @interpreted_by(_load_narrow_values)
     def load_values(self, stage: jax.Array) -> jax.Array:
-        """A tile, transposed, as it lies in SMEM."""
+        """A tile, transposed, as it is in SMEM."""
         return plgpu.load(self.words.at[stage].T, layout=WORDS)
 
     def _zero_unseen_numbers(self, loaded: jax.Array, seen: Any) -> jax.Array:
@@ -189,8 +189,8 @@ def _in_order(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
 
 @interpreted_by(_in_order)
 def _exchange(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
-    """x [m, n] in ROWS, row p of each 16 taken from row `order[p]` of them: another lane of the same warp has it."""
-    # Lane l holds rows l // 4 and 8 + l // 4: four bits a row, at bit 4 (l // 4), say which one to take.
+    """x [m, n] in ROWS, row p of each 16 being row `order[p]` of them, which another lane of the warp has."""
+    # Lane l holds rows l // 4 and 8 + l // 4: four bits a row, at bit 4 (l // 4), say which one it needs.
     rows = [sum(row << 4 * i for i, row in enumerate(order[8 * h : 8 * h + 8])) for h in range(2)]
 
     def exchange(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:

@@ -4,8 +4,8 @@
     lse = log(sum_t exp(x_t) + exp(sink))
 
 One program computes one partition of one sequence for one KV head: the `group` query heads that read it, of each of the
-last `q_len` tokens, together `rows` rows, against tiles of 64 tokens. It has four warps, each of which multiplies 16 of
-a tile's tokens, and 16 of each 64 columns of the head:
+last `q_len` tokens, together `rows` rows, against tiles of 64 tokens. Each of its four warps multiplies 16 of a tile's
+tokens, and 16 of each 64 columns of the head:
 
     S^T [64, rows]        = K [64, head_dim]   Q^T [head_dim, rows]
     O^T [head_dim, rows] += V^T [head_dim, 64] P^T [64, rows]
@@ -26,7 +26,7 @@ To be read in this order:
 
 | file | has |
 |---|---|
-| `config` | what the kernel takes, and how a call is cut up |
+| `config` | the limits of the kernel, and how a call is cut up |
 | `refs` | every array with its shape |
 | `kernel` | a program from its start to its end, and the launch |
 | `walk` | which tiles a program computes; `common.partition_plan`: how partitions are shared out by length |

@@ -176,7 +176,7 @@ def default_config(
     if planned:
         num_partitions = 1
     if num_partitions is None:
-        # For the program that is last, to merge n partials costs about as much as n tiles. [one_kernel_h200]
+        # For the program that is last, merging n partials costs about the same as n tiles. [one_kernel_h200]
         seen = capacity if window is None else min(capacity, window + shapes.q_len - 1)
         most = seen // (2 * TILE) if shapes.is_latent else 2 * math.isqrt(seen // 128)
         num_partitions = max(1, min(resident * num_sms // (pairs * parts), most))

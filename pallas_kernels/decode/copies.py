@@ -1,6 +1,6 @@
 """How Q, K and V come to SMEM. `start_tile` and the waits are all of the kernel that differs between GPUs.
 
-The i-th tile of a program lies in stage i % stages of two rings. Its keys are asked for when those of tile i - stages
+The i-th tile of a program is in stage i % stages of two rings. Its keys are asked for when those of tile i - stages
 have been used, its values half a step later: on all GPUs in the order Q K0 V0 K1 V1 ... The values of a latent are
 part of its keys, which come once both have been used.
 
@@ -32,11 +32,11 @@ class CpAsync:
 
     refs: Refs
     walk: Walk
-    rings: list[Ring]  # of K and V, or one
+    rings: list[Ring]  # K and V, or one
     stages: int
 
     def read_ids(self, i: jax.Array) -> Ids:
-        """Of our i-th tile."""
+        """The blocks of our i-th tile."""
         refs, walk = self.refs, self.walk
         entries, start = walk.entries_to_follow(), walk.tile_at(i) * TILE
         return blocks_of_tile(refs.block_tables, walk.seq, start, TILE, entries, refs.k_cache)
@@ -93,12 +93,12 @@ class CpAsync:
 
 
 class Tma(CpAsync):
-    """Of K and V only: Q, which may have any number of rows, and scales of tokens come as in CpAsync."""
+    """For K and V only: Q, which may have any number of rows, and scales of tokens come as in CpAsync."""
 
     @property
     def columns(self) -> Any:
-        """Of a head, as wide as SMEM: past the end of a narrower one the copy engine writes zeros. Only interpret mode
-        copies such a head so."""
+        """A head's columns, as wide as SMEM: past the end of a narrower one the copy engine writes zeros. Only
+        interpret mode copies such a head so."""
         width, head_dim = self.refs.q_smem.shape[1], self.refs.q.shape[-1]
         seq = self.walk.seq  # the start must look dynamic, or tracing refuses the slice
         return slice(None) if head_dim == width else pl.ds(seq - seq, width)

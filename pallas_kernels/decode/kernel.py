@@ -27,17 +27,17 @@ from pallas_kernels.decode.results import Partials, Sums, partial_types, store_r
 from pallas_kernels.decode.tiles import Tiles, product
 from pallas_kernels.decode.walk import Walk, make_grid
 
-QUERY_REGISTERS = 32  # of a thread, in which Q may stay
+QUERY_REGISTERS = 32  # per thread, for Q to stay in
 
 
 class State(NamedTuple):
-    """What a step hands on."""
+    """The carry from step to step."""
 
     acc: tuple[jax.Array, ...]  # O^T, f32 [64, rows] for each 64 columns of the head
     m: jax.Array  # f32 [rows], the highest logit so far, in units of log2
     l: jax.Array  # f32 [64, rows], the sum of the weights, added up over the tokens at the end
-    values_ids: Ids  # of the next tile whose values are asked for
-    keys_ids: Ids  # of the next tile whose keys are
+    values_ids: Ids  # the next tile whose values are asked for
+    keys_ids: Ids  # the next tile whose keys are
 
 
 def _kernel(refs: Refs, *, config: Config) -> None:
@@ -123,7 +123,7 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
         parts = [tiles.ordered(part * ROWS_LAST.over(factor, part.shape)).astype(refs.out.dtype) for part in sums.acc]
         store_rows(parts, lse, refs.out, refs.lse, row, partition.kv_head, refs.group)
 
-    def sums() -> Sums:  # within a branch: before it they take 35 registers more
+    def sums() -> Sums:  # within a branch: before it they need 35 registers more
         return Sums(state.acc, state.m, state.l.sum(axis=0))
 
     row = partition.seq
@@ -136,7 +136,7 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
 
 
 def launch(call: Call, config: Config) -> tuple[jax.Array, jax.Array]:
-    """Of a uniform call, with `tree_bits` for its mask and a plan if `config` follows one: out [seqs, q_len, heads,
+    """For a uniform call, with `tree_bits` for its mask and a plan if `config` follows one: out [seqs, q_len, heads,
     value_dim] in q's dtype, and lse f32 [seqs, q_len, heads]. Mapped calls follow no plan: see `Config.mapped`."""
     compute = functools.partial(_launch, config=config)
     if config.mapped_stages is None:

@@ -26,7 +26,7 @@ class Logits:
     """The logits of one program's sequence and KV head, traced inside the decode kernel."""
 
     walk: Walk
-    first_query: jax.Array  # int32 [], where it stands
+    first_query: jax.Array  # int32 [], its position
     scale: jax.Array  # f32 []
     cap: jax.Array | None  # f32 []
     slopes: jax.Array | None  # f32 [rows]

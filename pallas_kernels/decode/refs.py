@@ -29,21 +29,21 @@ class Refs:
     lengths: Any  # int32 [seqs]
     options: OptionRefs  # by row: f32 [kv_heads, rows]
     # Outputs, GMEM
-    out: Any  # [seqs, q_len, heads, value_dim], in q's dtype; see `kernel.launch` for what XLA merges
+    out: Any  # [seqs, q_len, heads, value_dim], in q's dtype; several partitions if XLA merges them
     lse: Any  # f32 [seqs, q_len, heads]
     # SMEM
     q_smem: Any  # [rows, width], in q's dtype
     k_smem: Any  # [stages, 64, width], in the cache's dtype; of 8 bits also as words: see `widen.Tiles`
     p_smem: Any  # [64, rows], in the dtype of the products
-    # Of values that are not of the keys
+    # Values that are not part of the keys
     v_cache: Any = None  # GMEM [blocks, block_size, kv_heads, value_dim]
     v_smem: Any = None  # SMEM [stages, 64, value_width], as k_smem
-    # Of runs with padding, if there is a window, GMEM
+    # Runs with padding and a window, GMEM
     num_read: Any = None  # int32 [seqs], the query tokens that are not padding
-    # Of a plan, GMEM
+    # A plan, GMEM
     partitions: Any = None  # int32 [total_partitions, 3]
     partition_starts: Any = None  # int32 [seqs + 1]
-    # Of several partitions, GMEM: see `results.partial_types`
+    # Several partitions, GMEM: see `results.partial_types`
     partial_acc: Any = None  # f32 [partitions of all sequences, kv_heads, value_width, rows]
     partial_ml: Any = None  # f32 [partitions of all sequences, kv_heads, 1, 2, rows]
     arrivals: Any = None  # int32 [seqs, kv_heads, 1], how many partitions are stored
@@ -54,7 +54,7 @@ class Refs:
     # Barriers of TMA
     k_full: Any = None  # [stages]
     v_full: Any = None  # [stages]
-    # Of the configuration. Where it is above 1, "kv_heads" of partials and options are parts of KV heads.
+    # From the configuration. Above 1, "kv_heads" of partials and options are parts of KV heads.
     head_parts: int = 1
 
     @property

@@ -1,5 +1,5 @@
-"""What a program writes: finished rows, or of a sequence that several programs share its sums, which the last of the
-programs merges.
+"""The results of a program: finished rows, or its sums for a sequence that several programs share, which the last
+program merges.
 
     m = max_p m_p,    w_p = exp2(m_p - m),    l = sum_p w_p l_p,    acc = sum_p w_p acc_p
 
@@ -32,11 +32,11 @@ from pallas_kernels.common.sizes import COLUMNS, ceil_div
 from pallas_kernels.decode.walk import Partition
 
 MOST_AT_ONCE = 8  # partials
-# Of a thread, for partials that are read at once. With 64, four programs no longer share a SM.
+# Registers of a thread for partials that are read at once. With 64, four programs no longer share a SM.
 LOADED_REGISTERS = 48
 
 # Once all threads have stored, the first one counts: it releases what its program stored, and acquires what those
-# counted before it did. The second barrier tells all threads whether the number was that of the last. It is the barrier
+# counted before it did. After the second barrier all threads know whether it was the last number. It is the barrier
 # that Mosaic gives to warpgroup 0.
 COUNT = """{
     .reg .pred is_first, is_last;
@@ -52,7 +52,7 @@ COUNT = """{
 
 
 class Sums(NamedTuple):
-    """What a program has of its rows, or a merge of them."""
+    """The sums of a program for its rows, or of several programs, merged."""
 
     acc: tuple[jax.Array, ...]  # O^T, not divided by l yet: f32 matrices of the same shape
     m: jax.Array  # f32 [rows], the highest logit, in units of log2

@@ -42,7 +42,7 @@ def column_slice(c: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Of a cache in q's dtype."""
+    """Tiles of a cache in q's dtype."""
 
     refs: Refs
     # By how much the running maximum is too small, in units of log2: the weights then use the range of their dtype.
@@ -58,7 +58,7 @@ class Tiles:
         return self.refs.v_smem is None
 
     def rings(self) -> list[Ring]:
-        """Of K and of V, as they are copied; of a latent, one for both."""
+        """The rings of K and of V, as they are copied; a latent has one for both."""
         refs = self.refs
         k = Ring(refs.k_cache, self.copied(refs.k_smem), refs.k_full)
         return [k] if self.is_latent else [k, Ring(refs.v_cache, self.copied(refs.v_smem), refs.v_full)]
@@ -97,7 +97,7 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles8Bit(Tiles):
-    """Of an 8-bit cache: see `common.widen`, also for the order of the columns."""
+    """Tiles of an 8-bit cache: see `common.widen`, also for the order of the columns."""
 
     headroom: ClassVar[float] = widen.HEADROOM
 

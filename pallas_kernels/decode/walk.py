@@ -23,10 +23,10 @@ class Partition:
 
     seq: jax.Array
     kv_head: jax.Array
-    index: jax.Array  # of this partition among its sequence's
+    index: jax.Array  # its place among the sequence's partitions
     count: int | jax.Array  # an int if it depends on no length
-    length: jax.Array  # int32 [], of the sequence; 0 for what a plan leaves over
-    first_partial: jax.Array  # of its sequence's partials, among all
+    length: jax.Array  # int32 [], tokens of the sequence; 0 for an unused entry of a plan
+    first_partial: jax.Array  # where its sequence's partials begin
 
     @property
     def works(self) -> bool | jax.Array:
@@ -65,8 +65,8 @@ class Walk:
     q_len: int
     num_read: int | jax.Array  # of the q_len query tokens, the last ones, which are no padding
     block_size: int
-    first_tile: jax.Array  # of the sequence, with a token that some query sees
-    num_tiles: jax.Array  # of this partition
+    first_tile: jax.Array  # the first tile of the sequence with a token that some query sees
+    num_tiles: jax.Array  # tiles of this partition
 
     @classmethod
     def of(cls, refs: Any, *, num_partitions: int) -> "Walk":
@@ -109,9 +109,9 @@ class Walk:
         return first, sizes.ceil_div(self.length, self.block_size)
 
     def whole_tiles(self) -> tuple[jax.Array, jax.Array]:
-        """Of our tiles the first that every row sees whole, and one past the last: they need no mask.
+        """The first of our tiles that every row sees whole, and one past the last: they need no mask.
 
-        They lie between the last query's window and the first query.
+        They are between the last query's window and the first query.
         """
         end = self.ours_before(div(jnp.maximum(self.first_query + 1, 0), TILE))
         if self.window is None:
@@ -129,7 +129,7 @@ class Walk:
         return seen
 
     def runs(self) -> list[tuple[Any, jax.Array, bool]]:
-        """Of our tiles the first to be computed, one past the last, and whether some row does not see them whole."""
+        """Runs of our tiles: the first, one past the last, and whether some row does not see them whole."""
         start, end = self.whole_tiles()
         before = [] if self.window is None else [(0, start, True)]
         return [*before, (start, end, False), (end, self.num_tiles, True)]

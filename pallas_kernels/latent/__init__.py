@@ -3,8 +3,8 @@
     x_t = scale q . k_t,    out = sum_t exp(x_t - lse) v_t,    v_t = the first value_dim numbers of k_t
 
 With 64 heads or more a latent is read once and multiplied often: the products bound the time, not the bytes. The decode
-kernel, whose sums are in the registers of 128 threads, takes 32 heads a program and reads each latent again for the
-next ones. Here a program has 64 rows and two warpgroups:
+kernel, whose sums are in the registers of 128 threads, has room for 32 heads a program and reads each latent again for
+the next ones. Here a program has 64 rows and two warpgroups:
 
 | array | where it is |
 |---|---|
@@ -16,7 +16,7 @@ next ones. Here a program has 64 rows and two warpgroups:
 Tile i belongs to warpgroup i % 2, which computes its S = Q K^T and its weights. Both multiply these with their half of
 the tile's values, and each fetches its half of the next tile into the place that it has just read: no warp only copies.
 
-`config` has what the kernel takes, `kernel` all of it. Partitions of a sequence are merged by XLA.
+`config` has the limits of the kernel, `kernel` the rest. Partitions of a sequence are merged by XLA.
 
 Source of the division: FlashMLA (https://github.com/deepseek-ai/FlashMLA).
 """

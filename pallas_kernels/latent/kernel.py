@@ -42,19 +42,19 @@ class Refs:
     l_smem: Any  # f32 [2, 64], by warpgroup
     # Barriers
     q_full: Any  # []
-    values_full: Any  # [4], the two halves of the first stage, and those of the second
+    values_full: Any  # [4], two halves of the first stage, two of the second
     rest_full: Any  # [2]
     weights_full: Any  # [2], P and m
     done: Any  # []
 
 
 class State(NamedTuple):
-    """What a warpgroup hands on from tile to tile."""
+    """A warpgroup's carry from tile to tile."""
 
     acc: jax.Array  # f32 [64, half], of O
     m: jax.Array  # f32 [64], the highest logit so far, or a little less, in units of log2
     l: jax.Array  # f32 [64], the sum of the weights of its own tiles
-    next_ids: Ids  # of the next tile
+    next_ids: Ids  # blocks of the next tile
 
 
 def _plus_product_of_zero(acc: jax.Array, left: Any, right: Any) -> jax.Array:
@@ -77,7 +77,7 @@ def _plus_product(acc: jax.Array, left: Any, right: Any) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Warpgroup:
-    """What one of the two does. Its index is also the stage of the tiles that belong to it."""
+    """One of the two. Its index is also the stage of the tiles that belong to it."""
 
     refs: Refs
     index: jax.Array
@@ -85,8 +85,8 @@ class Warpgroup:
     partition: jax.Array
     num_partitions: int
     chunk: jax.Array
-    length: jax.Array  # of the sequence
-    num_tiles: jax.Array  # of this program
+    length: jax.Array  # tokens of the sequence
+    num_tiles: jax.Array  # tiles of this program
 
     @classmethod
     def of(cls, refs: Refs, *, num_partitions: int) -> "Warpgroup":
@@ -151,7 +151,7 @@ class Warpgroup:
         refs, other = self.refs, 1 - self.index
         acc, m, l, next_ids = state
         plgpu.barrier_wait(refs.weights_full.at[other])
-        # It has used the weights of the tile before: the last columns of the next take their place.
+        # It has used the weights of the tile before: the last columns of the next overwrite them.
         self._start_rest(i + 1, next_ids)
         m_new = ROWS_FIRST.load(refs.m_smem.at[other])
         alpha = jnp.exp2(m - m_new)
@@ -202,7 +202,7 @@ class Warpgroup:
         return self.partition + i * self.num_partitions
 
     def _read_ids(self, i: jax.Array) -> Ids:
-        """Of the i-th tile."""
+        """The blocks of the i-th tile."""
         refs = self.refs
         entries = jnp.int32(0), ceil_div(self.length, refs.cache.shape[1])
         start = self._tile_at(i) * TILE
@@ -235,7 +235,7 @@ def _kernel(refs: Refs, *, config: Config) -> None:
 
 
 def launch(call: Call, config: Config) -> tuple[jax.Array, jax.Array]:
-    """Of a uniform call of one query token: out [seqs, 1, heads, value_dim] in q's dtype, and lse f32 [seqs, 1,
+    """For a uniform call of one query token: out [seqs, 1, heads, value_dim] in q's dtype, and lse f32 [seqs, 1,
     heads]."""
     q, cache, value_dim = call.q[:, 0], call.k_cache, call.value_dim
     seqs, heads, head_dim = q.shape

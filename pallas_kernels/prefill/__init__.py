@@ -36,7 +36,7 @@ product, because 0 x NaN is NaN; only tiles with such a row need that.
 
 | file | has |
 |---|---|
-| `config` | what the kernel takes, and how a call is cut up |
+| `config` | the limits of the kernel, and how a call is cut up |
 | `refs` | every array with its shape, and the shared memory |
 | `kernel` | a program from its start to its end |
 | `launch` | how both prefill kernels are called; `common.merge_parts`: the parts of an item, put together |

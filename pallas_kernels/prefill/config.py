@@ -35,7 +35,7 @@ class Cut:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Cut):
     num_stages: int  # tiles of K, and of V, in SMEM, of 16 bits
-    # O leaves through SMEM of its own, by so many columns, while the next item's Q is fetched; 0: through Q's.
+    # O leaves through SMEM of its own, by this many columns, while the next item's Q is fetched; 0: through Q's.
     output_columns: int
     registers: tuple[int, int]  # per thread that computes, and per thread that fetches or widens
     num_8bit_stages: int  # tiles of K, and of V, of an 8-bit cache, as they are fetched; 0: of 16 bits

@@ -24,7 +24,7 @@ class Item:
     out_row: jax.Array  # in out, which holds the parts one after the other
     position: jax.Array  # in the sequence, of its first token, or if not `causal` of all; negative in padding
     num_tokens: jax.Array
-    length: jax.Array  # of the sequence
+    length: jax.Array  # tokens of the sequence
     kv_head: jax.Array
     head: jax.Array  # the first of its query heads
     begin: jax.Array  # the first tile of its part that some token sees
@@ -55,7 +55,7 @@ class Items:
     num_entries: Any  # GMEM, int32 [1]
     program: jax.Array
     config: Cut
-    tokens: int  # of q
+    tokens: int  # rows of q
     block_size: int
     kv_heads: int
     group: int
@@ -106,7 +106,7 @@ class Items:
             first, count = begin, end - begin
             begin = first + div(count * part, num_parts)
             end = first + div(count * (part + 1), num_parts)
-            # A part without a tile works on one of which it sees nothing: none is whole.
+            # A part without a tile computes one and sees nothing in it: none is whole.
             position = jnp.where(begin < end, position, -self.config.item_tokens)
             whole_end = jnp.where(begin < end, whole_end, 0)
             begin = jnp.minimum(begin, first + count - 1)
@@ -139,7 +139,7 @@ class Items:
 
 
 def row_tokens(shape: tuple[int, ...], first_row: jax.Array | int, item_tokens: int, layout: Any = ROWS) -> jax.Array:
-    """Of each row the token of the item, int32 `shape`, the rows on axis 0."""
+    """The token of the item that each row has, int32 `shape`, the rows on axis 0."""
     rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + first_row
     if item_tokens & (item_tokens - 1):
         return lax.rem(rows, jnp.full(shape, item_tokens, jnp.int32))

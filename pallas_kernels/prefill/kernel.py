@@ -26,14 +26,14 @@ from pallas_kernels.prefill.scales import Scales
 from pallas_kernels.prefill.steps import Steps
 from pallas_kernels.prefill.widener import Widener
 
-Numbers = tuple[jax.Array, ...]  # of an item, see `Items.read`
+Numbers = tuple[jax.Array, ...]  # an item, see `Items.read`
 
 
 def _kernel(
     refs: Refs,
     *,
     config: Config,
-    transforms: tuple[Any, ...],  # of a matrix in SMEM
+    transforms: tuple[Any, ...],  # for matrices in SMEM
 ) -> None:
     warpgroup = lax.axis_index("warpgroup")
     items = Items.of(refs, config)
@@ -76,7 +76,7 @@ def compute(
     config: Config,
     transforms: tuple[Any, ...],
 ) -> None:
-    """What a warpgroup that computes does: its 64 rows of all items of the program."""
+    """A warpgroup that computes: its 64 rows of all items of the program."""
     first_row = warpgroup * WG_ROWS
     rows = RowsOfItem(config, first_row, WG_ROWS, transforms)
     q_smem, multiplied = (ref.at[warpgroup] for ref in refs.query_views)  # [64, width]
@@ -132,12 +132,12 @@ def compute(
 
 
 def matrix_columns(head_dim: int, eight_bit: bool) -> int:
-    """Of the tiles of K, V and Q in SMEM: all of the head, or what divides it, as the copy engine only takes those."""
+    """Columns of the tiles of K, V and Q in SMEM: all of the head or a divisor, as the copy engine needs it."""
     return COLUMNS if eight_bit else next(n for n in (64, 32, 16) if head_dim % n == 0 or head_dim < n)
 
 
 def launch(call: Call, config: Config) -> tuple[jax.Array, jax.Array]:
-    """Of a packed call, see `launch_items`."""
+    """For a packed call, see `launch_items`."""
     shapes, options = call.shapes(), call.options
     transforms = matrix(matrix_columns(shapes.head_dim, shapes.is_8bit), 2)
     return launch_items(

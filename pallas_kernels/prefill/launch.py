@@ -22,10 +22,10 @@ def launch_items(
     call: Call,
     config: Cut,
     *,
-    rows: int,  # of an item
+    rows: int,  # rows of an item
     **how: Any,  # of `common.launch`
 ) -> tuple[jax.Array, jax.Array]:
-    """Of a packed call: out [tokens, heads, head_dim] in q's dtype, and lse f32 [tokens, heads]."""
+    """For a packed call: out [tokens, heads, head_dim] in q's dtype, and lse f32 [tokens, heads]."""
     parts, in_parts = config.num_parts, config.num_parts > 1
 
     def per_row(by_head: jax.Array) -> jax.Array:

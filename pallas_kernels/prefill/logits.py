@@ -17,7 +17,7 @@ class Logits:
 
     item: Item
     item_tokens: int
-    first_row: jax.Array | int  # of the item's
+    first_row: jax.Array | int  # among the item's rows
     scale: jax.Array  # f32 [], or [64] of the rows, not negative
     cap: jax.Array | None  # f32 []
     slopes: jax.Array | None  # f32 [64]

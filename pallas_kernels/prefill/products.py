@@ -29,7 +29,7 @@ F32 = jnp.dtype(jnp.float32)
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    transforms: tuple[Any, ...]  # of a matrix in SMEM
+    transforms: tuple[Any, ...]  # for matrices in SMEM
 
     def scores(self, q: Any, k: Any) -> jax.Array:
         """S f32 [64, tile], from SMEM [64, width] and [tile, width]."""

@@ -16,7 +16,7 @@ from pallas_kernels.prefill.config import WG_ROWS, Config
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arrays:
-    """Of both forms of the kernel, in GMEM; and in SMEM what comes from outside.
+    """Arrays of both prefill kernels: all in GMEM; in SMEM those that are copied from there.
 
     `width` is head_dim, rounded up to a multiple of 64; `items` are heads / heads of an item. None: not of this call.
     """
@@ -49,7 +49,7 @@ class Arrays:
 
 
 def query_smem(shape: tuple[int, ...], shapes: Shapes, transforms: tuple[Any, ...]) -> Any:
-    """What `Arrays.query_views` are views of."""
+    """The buffer behind `Arrays.query_views`."""
     q, multiplied = (plgpu.SMEM(shape, x, transforms=transforms) for x in (shapes.q_dtype, shapes.multiplied_dtype))
     return q if shapes.q_dtype == shapes.multiplied_dtype else two_views(q, multiplied)
 
@@ -80,7 +80,7 @@ def scratch(config: Config, shapes: Shapes, scales: tuple[Any, Any], transforms:
     copies = config.tile_tokens // rows_of_copy(shapes.block_size, config.tile_tokens)
 
     def rings(kind: str, stages: int, numbers: Any, transforms: Any, arrivals: tuple[int, int]) -> dict[str, Any]:
-        """Of K and V, with `arrivals` at their barriers: tiles that are full, and free."""
+        """Rings of K and V, with `arrivals` at their barriers: tiles that are full, and free."""
         return {
             name: ref
             for x in "kv"

@@ -1,7 +1,7 @@
 """The rows of an item in GMEM: reading Q, writing O and lse.
 
 Row r of an item is head r // item_tokens, token r % item_tokens. The tokens of an item may begin anywhere in q, but the
-copy engine only takes tiles of 8 rows that begin at multiples of 8. So threads copy rows themselves, 16 bytes at a
+copy engine only copies tiles of 8 rows that begin at multiples of 8. So threads copy rows themselves, 16 bytes at a
 time. Rows that the item does not have are neither read nor written.
 """
 
@@ -53,9 +53,9 @@ class RowsOfItem:
     """The rows of one warpgroup."""
 
     config: Cut
-    first_row: jax.Array | int  # of the item's
+    first_row: jax.Array | int  # among the item's rows
     count: int
-    transforms: tuple[Any, ...]  # of a matrix in SMEM
+    transforms: tuple[Any, ...]  # for matrices in SMEM
     commit: Callable[[], None] = plgpu.commit_smem  # what has been written to SMEM is there for all threads
 
     # In interpret mode.
@@ -134,7 +134,7 @@ class RowsOfItem:
         self.store_vector(lse, refs.lse, item)
 
     def _negate(self, q_smem: Any) -> None:
-        """With a scale below zero: so that the highest product is that of the highest logit."""
+        """For a scale below zero, so that the highest product belongs to the highest logit."""
         for c in range(q_smem.shape[1] // COLUMNS):
             part = q_smem.at[:, pl.ds(c * COLUMNS, COLUMNS)]
             q = plgpu.load(part, layout=ROWS)
@@ -219,7 +219,7 @@ class _ItemRows:
 
     config: Cut
     first_row: Any
-    array_row: Any  # of the item's first token
+    array_row: Any  # the item's first token
     head: Any
     num_tokens: Any
 
@@ -247,13 +247,13 @@ class _ItemRows:
         start = pointer(array, 64)
         head, token = self._split(row)
         first_row = arith.addi(product(wide(self.array_row), heads), wide(self.head))
-        number = arith.addi(product(arith.addi(product(token, heads), head), head_dim), column)  # of the item's
+        number = arith.addi(product(arith.addi(product(token, heads), head), head_dim), column)  # within the item
         return total(start, product(first_row, head_dim * num_bytes), wide(product(number, num_bytes)))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
-    """What a thread copies at once."""
+    """A piece that a thread copies at once."""
 
     smem: Any  # address, i32
     gmem: Any  # address, i64

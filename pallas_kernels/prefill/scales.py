@@ -22,7 +22,7 @@ LANES = 32
 @dataclasses.dataclass(frozen=True)
 class Scales:
     refs: Refs
-    stages: int  # of each ring; K's and V's have one barrier a stage
+    stages: int  # per ring; K's and V's share one barrier a stage
 
     def stage(self, turn: jax.Array) -> jax.Array:
         return rem(turn, self.stages)

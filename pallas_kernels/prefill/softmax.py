@@ -16,7 +16,7 @@ def softmax(
     scores: jax.Array,  # f32 [rows, tile], the products of Q and K
     logits_of: Logits,
     tile: jax.Array,
-    scales: tuple[jax.Array | None, jax.Array | None],  # of K and of V, f32 [tile] of its tokens
+    scales: tuple[jax.Array | None, jax.Array | None],  # K and V, f32 [tile], one per token
     m: jax.Array,
     l: jax.Array,
     *,

@@ -1,4 +1,4 @@
-"""What a warpgroup does with its 64 rows of an item, tile by tile.
+"""The steps of a warpgroup for its 64 rows of an item, tile by tile.
 
     S [64, tile]      = Q [64, head_dim]  K^T [head_dim, tile]
     O [64, head_dim] += P [64, tile]      V [tile, head_dim]
@@ -40,7 +40,7 @@ class Steps:
     logits: Logits
     keys: Ring
     values: Ring
-    first_turn: jax.Array  # of the rings, in which the item's first tile comes
+    first_turn: jax.Array  # turn of the rings with the item's first tile
     q: Any  # SMEM [64, width]
     zeroed: Any  # barrier of both warpgroups
     warpgroup: jax.Array

@@ -1,12 +1,12 @@
 """The warpgroup that widens an 8-bit cache: tiles of K and V from the rings in which they are fetched, as float16, to
 the rings that the products read.
 
-The tensor cores take keys and values from SMEM only, both of q's width. One warpgroup widens for the two that compute.
-Its budget on an H100, for 64 tokens of head_dim 128: the products of a tile, 128 rows, take some 1700 clocks at their
+The tensor cores read keys and values from SMEM only, both of q's width. One warpgroup widens for the two that compute.
+Its budget on an H100, for 64 tokens of head_dim 128: the products of a tile, 128 rows, need some 1700 clocks at their
 best. For K and V, 2 x 8192 numbers, a thread makes 16 loads of 8 numbers, 64 conversions to two numbers each, and 16
 stores, about 500 instructions of four warps: 130 clocks of each scheduler. Their 16 KB read and 32 KB written are 400
-clocks of SMEM's bandwidth, of which the products take 800 and the copies 130. The conversion straight to float16 is
-one instruction for two numbers; bfloat16 would take four, by way of float32. Measured, over the time with a bfloat16
+clocks of SMEM's bandwidth; the products need 800 and the copies 130. The conversion straight to float16 is
+one instruction for two numbers; bfloat16 would need four, by way of float32. Measured, over the time with a bfloat16
 cache: 1.10, with a warpgroup that only passes the barriers on 1.04, with a conversion by five instructions 1.37.
 [prefill_widen_h100 of benchmarks/results/decisions/]
 
@@ -42,7 +42,7 @@ from pallas_kernels.prefill.item import Items
 def _eights(columns: int) -> Any:
     """[rows, 64 or 128]: 8 neighbouring numbers a thread, which are 16 bytes of float16, and whole rows of a tile a
     warp, so that neither reads nor writes conflict."""
-    rows = 256 // columns  # of a warp
+    rows = 256 // columns  # per warp
     tiling = fragmented_array.Tiling(((4 * rows, columns), (rows, columns), (8,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
@@ -50,8 +50,8 @@ def _eights(columns: int) -> Any:
 @dataclasses.dataclass(frozen=True)
 class Widener:
     items: Items
-    fetched: tuple[Ring, Ring]  # of K and of V, of 8 bits
-    widened: tuple[Ring, Ring]  # of K and of V, float16
+    fetched: tuple[Ring, Ring]  # K and V, 8 bits
+    widened: tuple[Ring, Ring]  # K and V, float16
     config: Config
 
     def run(self) -> None:
@@ -106,7 +106,7 @@ def _as_float16(narrow: Any) -> jax.Array:
 
 @interpreted_by(_as_float16)
 def _float16(narrow: Any) -> jax.Array:
-    """Of SMEM [rows, 64 or 128] of 8-bit numbers."""
+    """From SMEM [rows, 64 or 128] of 8-bit numbers."""
 
     def convert(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         wide = np.empty_like(x.registers)
@@ -123,7 +123,7 @@ def _float16(narrow: Any) -> jax.Array:
 
 
 def q_as_float16(q: Any, target: Any, commit: Callable[[], None]) -> jax.Array:
-    """Q, SMEM bfloat16 [rows, width], to `target`, float16, of which it may be another view; and the factor of the
+    """Q, SMEM bfloat16 [rows, width], to `target`, float16, which may be another view of it; and the factor of the
     products with each row, f32 [rows]."""
     parts = [pl.ds(start, COLUMNS) for start in range(0, q.shape[1], COLUMNS)]
 

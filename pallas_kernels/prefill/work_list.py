@@ -76,8 +76,8 @@ def _by_sequence(
 ) -> jax.Array:
     """The order in which what is read is read soon again: a sequence after the other, the longest first.
 
-    One sequence's longest entries come first and the next one's last, so that programs get as much of both. Those of
-    the last sequence come first: its short ones fill the gaps at the end.
+    One sequence's longest entries come first and the next one's last, so that programs get equal shares of both. The
+    entries of the last sequence come first: its short ones fill the gaps at the end.
     """
     counts = jnp.diff(ends, prepend=jnp.int32(0))
     ranked = jnp.argsort(-lengths, stable=True)

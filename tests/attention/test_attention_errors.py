@@ -16,8 +16,8 @@ from jaxpaged import (
     paged_attention,
     paged_attention_reference,
 )
-from jaxpaged._attention import decide
 from jaxpaged._device import GPUS
+from jaxpaged._selftest import verdict
 from tests.cases import make_case
 
 H100 = GPUS["H100"]
@@ -137,7 +137,7 @@ def on_gpu(monkeypatch):
 
     def set_gpu(gpu):
         monkeypatch.setattr(_device, "gpu", lambda: gpu)
-        monkeypatch.setattr(decide, "_warned", set())
+        monkeypatch.setattr(verdict, "_warned", {})
 
     return set_gpu
 

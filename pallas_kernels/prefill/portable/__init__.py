@@ -4,8 +4,8 @@
     lse = log(sum_t exp(x_t) + exp(sink))
 
 It computes the items of the prefill kernel (`pallas_kernels.prefill`), with products whose operands are in registers
-(m16n8k16) and copies of 16 bytes a thread (cp.async). A program computes one item, with four warps, each of which has
-16 of every 64 rows; all warps read all keys and values:
+(m16n8k16) and copies of 16 bytes a thread (cp.async). A program computes one item. Each of its four warps has 16 of
+every 64 rows; all warps read all keys and values:
 
     S [rows, tile]      = Q [rows, head_dim]  K^T [head_dim, tile]
     O [rows, head_dim] += P [rows, tile]      V [tile, head_dim]
@@ -27,7 +27,7 @@ Keys and values that no query of an item may see are not copied: they are zero i
 
 | file | has |
 |---|---|
-| `config` | what the kernel takes, and how a call is cut up |
+| `config` | the limits of the kernel, and how a call is cut up |
 | `kernel` | every array with its shape, a program from its start to its end, and what a launch needs |
 | `tiles` | how K and V are fetched |
 | `products` | the products, and how their operands are read |

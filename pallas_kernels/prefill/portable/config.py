@@ -13,12 +13,12 @@ from pallas_kernels.common.interface import Call, Gpu, Hints, Kernel, Shapes, is
 from pallas_kernels.common.sizes import COLUMNS, LEAST_COMPUTE_CAPABILITY, round_up, smem_per_sm
 from pallas_kernels.prefill.config import Cut, heads_and_tokens, in_parts, limits_of_prompts
 
-OVERHEAD = 1024  # bytes of SMEM of a program, which CUDA takes
+OVERHEAD = 1024  # bytes of SMEM per program, which CUDA uses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Cut):
-    rows: int  # of an item
+    rows: int  # rows of an item
     num_stages: int  # tiles of K, and of V, in SMEM at a time
 
 
@@ -74,6 +74,6 @@ def program_smem(compute_capability: float, resident: int) -> int:
 
 
 def smem_bytes(rows: int, tile_tokens: int, num_stages: int, *, width: int, itemsize: int) -> int:
-    """Of Q, K and V; of an 8-bit cache also of a tile that is widened, and of the scales of tokens."""
+    """Bytes of Q, K and V; for an 8-bit cache also of a widened tile and of the scales of tokens."""
     size = (2 * rows + 2 * num_stages * tile_tokens * itemsize) * width
     return size + (2 * tile_tokens * width + 2 * num_stages * round_up(4 * tile_tokens, 1024) if itemsize == 1 else 0)

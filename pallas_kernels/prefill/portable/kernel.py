@@ -31,7 +31,7 @@ from pallas_kernels.prefill.work_list import max_entries
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Refs(Arrays):
-    wide_smem: Any = None  # of an 8-bit cache: float16 [tile, width], the keys or the values of a tile
+    wide_smem: Any = None  # 8-bit caches: float16 [tile, width], the keys or the values of a tile
 
 
 def scratch(config: Config, shapes: Shapes, scales: tuple[Any, Any]) -> dict[str, Any]:
@@ -53,13 +53,13 @@ def scratch(config: Config, shapes: Shapes, scales: tuple[Any, Any]) -> dict[str
 
 
 class State(NamedTuple):
-    """What a step hands on."""
+    """The carry from step to step."""
 
     acc: jax.Array  # O, f32 [rows, width]
     m: jax.Array  # f32 [rows], close to the highest logit so far, in units of log2
     l: jax.Array  # f32 [rows], the sum of the weights
-    values_ids: Ids  # of the next tile whose values are asked for
-    keys_ids: Ids  # of the next tile whose keys are
+    values_ids: Ids  # the next tile whose values are asked for
+    keys_ids: Ids  # the next tile whose keys are
 
 
 def _kernel(refs: Refs, *, config: Config) -> None:
@@ -92,7 +92,7 @@ def _attend(refs: Refs, items: Items, config: Config) -> None:
     logits_of = Logits(item, config.item_tokens, first_row, scale, options.cap, slopes)
 
     # 3. The tiles, one after the other. Those that need a mask are masked in loops of their own: a branch in one loop
-    # takes longer. [portable_tiles_h100 of benchmarks/results/decisions/]
+    # is slower. [portable_tiles_h100 of benchmarks/results/decisions/]
     def step(tile: jax.Array, state: State, *, masked: bool) -> State:
         acc, m, l, values_ids, keys_ids = state
 
@@ -131,7 +131,7 @@ def _attend(refs: Refs, items: Items, config: Config) -> None:
 
 
 def launch(call: Call, config: Config) -> tuple[jax.Array, jax.Array]:
-    """Of a packed call, see `launch_items`."""
+    """For a packed call, see `launch_items`."""
     tokens, heads, _ = call.q.shape
     # A program an item: programs that stay are slower. [portable_prefill_h100 of benchmarks/results/decisions/]
     num_entries = max_entries(tokens, call.lengths.shape[0], config.item_tokens)

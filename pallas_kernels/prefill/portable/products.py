@@ -3,8 +3,8 @@
     S [rows, tile]   = Q [rows, width]  K^T [width, tile]
     O [rows, width] += P [rows, tile]   V [tile, width]
 
-An operand is 16 numbers deep. Read so late, and so few at a time, Q, K and V take 24 registers of a thread; a whole
-tile of K would take 128. Everything here is traced inside the kernel.
+An operand is 16 numbers deep. Read so late, and so few at a time, Q, K and V need 24 registers of a thread; a whole
+tile of K would need 128. Everything here is traced inside the kernel.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from pallas_kernels.common.mlir import (
 from pallas_kernels.common.rows import LEFT, RIGHT, ROWS, matrix
 from pallas_kernels.common.sizes import COLUMNS
 
-DEPTH = 16  # of an operand
+DEPTH = 16  # numbers of an operand
 MATRIX = matrix(COLUMNS, 2)  # in SMEM
 
 
@@ -100,8 +100,8 @@ class _Matrices:
     its rows or of its columns."""
 
     lane: Any  # i32, the address of the row that this thread reads, of the matrix's first 16 x 16 numbers
-    row_bytes: int  # of 8 rows
-    number: ir.Type  # of the matrix
+    row_bytes: int  # bytes of 8 rows
+    number: ir.Type  # the type in the matrix
 
     @classmethod
     def of(cls, smem: Any, first_row: Any | None, *, rows_first: bool) -> "_Matrices":
@@ -114,7 +114,7 @@ class _Matrices:
         start = total(pointer(smem), product(lower, row_bytes), product(in_eight, 2 * COLUMNS))
         if first_row is not None:
             start = arith.addi(start, product(quotient(first_row, 8), row_bytes))
-        # The swizzle: 16 bytes stand in the order of their number xor the row.
+        # The swizzle: 16 bytes are in the order of their number xor the row.
         return cls(arith.addi(start, product(arith.xori(right, in_eight), 16)), row_bytes, smem_type.element_type)
 
     def load(self, row: int, column: int, *, transposed: bool = False) -> list[Any]:

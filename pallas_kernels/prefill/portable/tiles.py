@@ -1,6 +1,6 @@
 """How K and V are fetched, tile by tile, and widened if they are of 8 bits.
 
-The i-th tile of an item lies in stage i % stages of two rings. Its keys are asked for when those of tile i - stages
+The i-th tile of an item is in stage i % stages of two rings. Its keys are asked for when those of tile i - stages
 have been used, its values half a step earlier than the keys that follow: Q K0 V0 K1 V1 ... are groups of copies, empty
 ones past the last tile, so that the same number of groups is on its way at each wait. Scales of tokens come with keys.
 
@@ -51,7 +51,7 @@ class Tiles:
         return self._arrived(self.refs.v_smem, tile)
 
     def scales(self, tile: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
-        """Of the tokens of K and of V, f32 [tile]; None: there are none."""
+        """Scales of the tokens of K and of V, f32 [tile] or None."""
         rings = self.refs.k_scales_smem, self.refs.v_scales_smem
         k, v = (scales.load_of_tile(ring, self._stage(tile), ROWS_FIRST) for ring in rings)
         return k, v
@@ -72,7 +72,7 @@ class Tiles:
         @pl.when(tile < self.item.end)
         def _copy() -> None:
             stage, first, kv_head = self._stage(tile), tile * self.config.tile_tokens, self.item.kv_head
-            slot = rem(first, source.shape[1])  # of the first block, where the tile begins
+            slot = rem(first, source.shape[1])  # where the tile begins in its first block
             seen = self.item.first_visible - first, self.item.length - first
             cp_async.copy_tile(source, ring.at[stage], matrix(COLUMNS, source.dtype.itemsize), ids, slot, kv_head, seen)
             for of_tokens, target in scale_rings:

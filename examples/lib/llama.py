@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 import jaxpaged
 import jaxpaged.nnx
 from lib.llama_config import LlamaConfig
-from lib.routed_experts import RoutedExperts
+from lib.routed_experts import Experts, RoutedExperts
 
 
 def sum_over(axis: str | None, x: jax.Array) -> jax.Array:
@@ -75,38 +75,13 @@ class MLP(nnx.Module):
         return sum_over(self.axis, self.down_proj(self.activation(gate) * up))
 
 
-class Experts(nnx.Module):
-    """The experts of gpt-oss: gate and up alternate, and both are clipped.
-
-    What `routed_experts.Experts` says of its work and weights holds here too.
-    """
-
-    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        experts, features, hidden = config.num_experts, config.features, config.hidden_features
-        up = nnx.initializers.lecun_normal(in_axis=2, out_axis=1, batch_axis=0)
-        down = nnx.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
-        self.gate_up_proj = nnx.Param(up(rngs.params(), (experts, 2 * hidden, features), dtype))
-        self.gate_up_proj_bias = nnx.Param(jnp.zeros((experts, 2 * hidden), dtype))
-        self.down_proj = nnx.Param(down(rngs.params(), (experts, hidden, features), dtype))
-        self.down_proj_bias = nnx.Param(jnp.zeros((experts, features), dtype))
-        self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
-
-    def __call__(self, x: jax.Array, shares: jax.Array) -> jax.Array:  # [..., features], [..., experts]
-        gate_up = jnp.einsum("...f,ehf->...eh", x, self.gate_up_proj[...])
-        gate_up += jnp.broadcast_to(self.gate_up_proj_bias[...], gate_up.shape)
-        gate = jnp.minimum(gate_up[..., 0::2], self.limit)
-        up = jnp.clip(gate_up[..., 1::2], -self.limit, self.limit)
-        hidden = gate * nnx.sigmoid(self.alpha * gate) * (up + 1) * shares[..., None]
-        out = jnp.einsum("...eh,ehf->...f", hidden, self.down_proj[...])
-        return out + jnp.einsum("...e,ef->...f", shares, self.down_proj_bias[...])
-
-
 class MixtureOfExperts(nnx.Module):
     """The sum of the `experts_per_token` experts with the largest logits, weighted with their softmax."""
 
     def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.router = Linear(config.features, config.num_experts, use_bias=True, dtype=dtype, rngs=rngs)
-        self.experts = Experts(config, dtype=dtype, rngs=rngs)
+        sizes = config.num_experts, config.features, config.hidden_features
+        self.experts = Experts(*sizes, clipped=config.clipped, dtype=dtype, rngs=rngs)
         self.experts_per_token = config.experts_per_token
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -202,7 +177,7 @@ class Layer(nnx.Module):
 class Llama(nnx.Module):
     """Parameters are named as in a Hugging Face checkpoint, except for two fused projections in each layer.
 
-    Fewer and larger products read the weights of a decode step faster; `fused_parts` lists them.
+    Fewer and larger products read the weights of a decode step faster; `parts_of` lists them.
 
     With an `axis`, it is one device's shard of a model over this mesh axis, for use inside `jax.shard_map`:
     `tensor_parallel.py` shards the config and the weights.

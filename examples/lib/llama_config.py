@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
-from lib.routed_experts import Routing
+from lib.routed_experts import Clipped, Routing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +49,7 @@ class LlamaConfig:
     embedding_scale: float = 1.0
     num_experts: int = 0  # 0: an MLP
     experts_per_token: int = 0
-    swiglu_alpha: float = 1.702  # of the experts, as is the next
-    swiglu_limit: float = 7.0
+    clipped: Clipped | None = None  # of the experts
     latent: LatentConfig | None = None  # DeepSeek's attention, and
     routing: Routing | None = None  # its experts
 
@@ -63,15 +62,9 @@ class LlamaConfig:
         return dict(num_kv_heads=1, head_dim=width, value_dim=self.latent.kv_lora_rank, is_latent=True)
 
 
-def fused_parts(config: LlamaConfig) -> dict[str, dict[str, int]]:
-    """The projections that the model fuses: their names in a checkpoint and their widths, by the fused name.
-
-    A checkpoint holds each part `[outputs, features]`. Concatenated, they are
-        qkv_proj      [(num_heads + 2 * num_kv_heads) * head_dim, features], here transposed, as nnx.Linear holds it
-        gate_up_proj  [2 * hidden_features, features]; of shared experts with hidden features of their own
-    """
-    kv_outputs = config.num_kv_heads * config.head_dim
-    return {
-        "qkv_proj": {"q_proj": config.num_heads * config.head_dim, "k_proj": kv_outputs, "v_proj": kv_outputs},
-        "gate_up_proj": {"gate_proj": config.hidden_features, "up_proj": config.hidden_features},
-    }
+def parts_of(name: str, outputs: int, config: LlamaConfig) -> dict[str, int]:
+    """The outputs of each projection that a module fuses, by its name in a checkpoint; of others, of itself."""
+    if name == "qkv_proj":
+        of_kv = config.num_kv_heads * config.head_dim
+        return {"q_proj": outputs - 2 * of_kv, "k_proj": of_kv, "v_proj": of_kv}
+    return dict.fromkeys(("gate_proj", "up_proj"), outputs // 2) if name == "gate_up_proj" else {name: outputs}

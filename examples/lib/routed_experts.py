@@ -28,7 +28,7 @@ class Router(nnx.Module):
     """In float32, as the choice of experts should not depend on rounding."""
 
     def __init__(self, routing: Routing, features: int, *, rngs: nnx.Rngs):
-        initialize = nnx.initializers.lecun_normal(in_axis=1, out_axis=0)
+        initialize = nnx.initializers.normal(features**-0.5)
         self.weight = nnx.Param(initialize(rngs.params(), (routing.num_experts, features), jnp.float32))
         self.e_score_correction_bias = nnx.Param(jnp.zeros(routing.num_experts)) if routing.has_bias else None
         self.routing = routing
@@ -57,6 +57,14 @@ def _largest(x: jax.Array, k: int) -> jax.Array:
     return jax.nn.one_hot(jax.lax.top_k(x, k)[1], x.shape[-1], dtype=bool).any(axis=-2)
 
 
+@dataclasses.dataclass(frozen=True)
+class Clipped:
+    """What distinguishes the experts of gpt-oss: they have biases, gate and up alternate, and both are clipped."""
+
+    alpha: float
+    limit: float
+
+
 class Experts(nnx.Module):
     """Every expert computes every token, which is `num_experts / experts_per_token` times the necessary work.
 
@@ -64,17 +72,37 @@ class Experts(nnx.Module):
     each step.
     """
 
-    def __init__(self, routing: Routing, features: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        experts, hidden = routing.num_experts, routing.hidden_features
-        up = nnx.initializers.lecun_normal(in_axis=2, out_axis=1, batch_axis=0)
-        down = nnx.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
-        self.gate_up_proj = nnx.Param(up(rngs.params(), (experts, 2 * hidden, features), dtype))
-        self.down_proj = nnx.Param(down(rngs.params(), (experts, hidden, features), dtype))
+    def __init__(
+        self,
+        num_experts: int,
+        features: int,
+        hidden_features: int,
+        *,
+        clipped: Clipped | None = None,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        initialize = nnx.initializers.normal(features**-0.5)
+        self.gate_up_proj = nnx.Param(initialize(rngs.params(), (num_experts, 2 * hidden_features, features), dtype))
+        self.down_proj = nnx.Param(initialize(rngs.params(), (num_experts, hidden_features, features), dtype))
+        self.clipped = clipped
+        if clipped is not None:
+            self.gate_up_proj_bias = nnx.Param(jnp.zeros((num_experts, 2 * hidden_features), dtype))
+            self.down_proj_bias = nnx.Param(jnp.zeros((num_experts, features), dtype))
 
-    def __call__(self, x: jax.Array, shares: jax.Array) -> jax.Array:
-        gate, up = jnp.split(jnp.einsum("...f,ehf->...eh", x, self.gate_up_proj[...]), 2, axis=-1)
-        hidden = nnx.silu(gate) * up * shares.astype(x.dtype)[..., None]
-        return jnp.einsum("...eh,ehf->...f", hidden, self.down_proj[...])
+    def __call__(self, x: jax.Array, shares: jax.Array) -> jax.Array:  # [..., features], [..., experts]
+        shares, clipped = shares.astype(x.dtype), self.clipped
+        gate_up = jnp.einsum("...f,ehf->...eh", x, self.gate_up_proj[...])
+        if clipped is None:
+            gate, up = jnp.split(gate_up, 2, axis=-1)
+            hidden = nnx.silu(gate) * up
+        else:
+            gate_up += jnp.broadcast_to(self.gate_up_proj_bias[...], gate_up.shape)
+            gate = jnp.minimum(gate_up[..., 0::2], clipped.limit)
+            up = jnp.clip(gate_up[..., 1::2], -clipped.limit, clipped.limit)
+            hidden = gate * nnx.sigmoid(clipped.alpha * gate) * (up + 1)
+        out = jnp.einsum("...eh,ehf->...f", hidden * shares[..., None], self.down_proj[...])
+        return out if clipped is None else out + jnp.einsum("...e,ef->...f", shares, self.down_proj_bias[...])
 
 
 class RoutedExperts(nnx.Module):
@@ -91,7 +119,7 @@ class RoutedExperts(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.gate = Router(routing, features, rngs=rngs)
-        self.experts = Experts(routing, features, dtype=dtype, rngs=rngs)
+        self.experts = Experts(routing.num_experts, features, routing.hidden_features, dtype=dtype, rngs=rngs)
         self.shared_experts = shared_experts
         self.axis = axis
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpaged
 from lib.llama import Llama
-from lib.llama_config import LlamaConfig, fused_parts
+from lib.llama_config import LlamaConfig, parts_of
 
 AXIS = "devices"
 CACHE = P(None, None, AXIS)  # [blocks, block_size, kv_heads, ...]; a latent, which all heads read, is on every device
@@ -104,10 +104,8 @@ def _cut(path: tuple, weight: jax.Array, *, config: LlamaConfig, repeats: int, m
         axis = 1 if array.ndim == 3 else 1 - outputs
     elif module in BY_INPUTS:
         array = (array / mesh.size).astype(array.dtype)  # each device adds its own
-    parts = fused_parts(config).get(module)
-    if module == "gate_up_proj":  # of any width
-        parts = dict.fromkeys(("gate_proj", "up_proj"), array.shape[outputs] // 2)
-    if parts is not None:
+    if module in ("qkv_proj", "gate_up_proj"):
+        parts = parts_of(module, array.shape[outputs], config)
         array = _interleave(array, outputs, parts, config.head_dim, repeats, mesh.size)
     return jax.device_put(array, NamedSharding(mesh, P() if axis is None else P(*[None] * axis, AXIS)))
 

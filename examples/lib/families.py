@@ -10,8 +10,7 @@ from typing import Any, Literal
 import jaxpaged
 from lib.auto_config import read_auto_config
 from lib.fields import MOST_LAYERS, MOST_TOKENS, Fields
-from lib.llama_config import LatentConfig, LlamaConfig
-from lib.routed_experts import Clipped, Routing
+from lib.llama_config import Clipped, LatentConfig, LlamaConfig, Routing
 
 # Properties of a family without a field in its config.
 GEMMA_MODEL = dict(use_post_norms=True, norm_plus_one=True)

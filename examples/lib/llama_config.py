@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Any, Literal
 
-from lib.routed_experts import Clipped, Routing
-
 
 @dataclasses.dataclass(frozen=True)
 class LatentConfig:
@@ -16,6 +14,31 @@ class LatentConfig:
     q_lora_rank: int | None  # None: q is not compressed
     rotary_factor: float
     interleaved: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """Of DeepSeek's experts."""
+
+    num_experts: int
+    experts_per_token: int
+    hidden_features: int  # of each expert
+    shared_features: int  # hidden ones, of all shared experts
+    first_layer: int  # the layers before it have an MLP
+    scoring: Literal["softmax", "sigmoid"]
+    has_bias: bool  # whether a bias is added to the scores to choose by, but not to the shares
+    num_groups: int  # of experts; a token's are of the best `groups_per_token`
+    groups_per_token: int
+    normalise: bool  # whether the shares of a token add up to `scaling`
+    scaling: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Clipped:
+    """Of gpt-oss's experts, which have biases, alternate gate and up, and clip both."""
+
+    alpha: float
+    limit: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +75,7 @@ class LlamaConfig:
     clipped: Clipped | None = None  # of the experts
     latent: LatentConfig | None = None  # DeepSeek's attention, and
     routing: Routing | None = None  # its experts
+    axis: str | None = None  # of a mesh, if the model is one device's shard
 
     @property
     def cache_sizes(self) -> dict[str, Any]:

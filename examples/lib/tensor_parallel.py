@@ -68,11 +68,11 @@ def shard_model(model: Llama, config: LlamaConfig, mesh: Mesh) -> Llama:
     """The model as one device sees it, with the weights sharded over all. The given model may be on a CPU."""
     num_devices = mesh.size
     repeated = repeated_kv_heads(config, num_devices)
-    own = _sharded(repeated, SHARDED, num_devices)
+    own = dataclasses.replace(_sharded(repeated, SHARDED, num_devices), axis=AXIS)
     if own.routing is not None:
         own = dataclasses.replace(own, routing=_sharded(own.routing, SHARDED_OF_EXPERTS, num_devices))
     dtype = model.embed_tokens.embedding.dtype
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Llama(own, axis=AXIS, dtype=dtype, rngs=nnx.Rngs(0))))
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Llama(own, dtype=dtype, rngs=nnx.Rngs(0))))
     cut = functools.partial(_cut, config=config, repeats=repeated.num_kv_heads // config.num_kv_heads, mesh=mesh)
     leaves = nnx.to_flat_state(nnx.state(model))
     return nnx.merge(graph, nnx.from_flat_state([(path, leaf.replace(cut(path, leaf[...]))) for path, leaf in leaves]))
@@ -142,15 +142,13 @@ def replicate(mesh: Mesh, tree: Any) -> Any:
 def on_mesh(mesh: Mesh, program: Any) -> Any:
     """`prefill` or `decode` of generation.py on all devices; the arrays' types say how each is sharded."""
     names = tuple(inspect.signature(program).parameters)
-    static = tuple(i for i, name in enumerate(names) if name in STATIC)
 
-    @functools.partial(jax.jit, static_argnums=static, donate_argnums=names.index("state"))
+    @functools.wraps(program.__wrapped__)
     def run(*arguments: Any) -> Any:
-        given = dict(zip(names, arguments, strict=True))
-        arrays = {name: value for name, value in given.items() if name not in STATIC}
-        settings = {name: value for name, value in given.items() if name in STATIC}
-        specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, given["state"])
+        arrays = dict(zip(names, arguments, strict=True))
+        settings = {name: arrays.pop(name) for name in STATIC if name in names}
+        specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, arrays["state"])
         of_one_device = lambda arrays: program.__wrapped__(**arrays, **settings)  # noqa: E731
         return jax.shard_map(of_one_device, mesh=mesh, out_specs=specs, check_vma=False)(arrays)
 
-    return run
+    return jax.jit(run, static_argnames=[name for name in STATIC if name in names], donate_argnames="state")

@@ -30,7 +30,8 @@ from jaxpaged._engine.defaults import COMPILER_OPTIONS
 from jaxpaged._engine.sampling import sample
 from jaxpaged._engine.slices import Setup, apply_model, run_slice
 from jaxpaged._scheduler.records import Sampling
-from lib.routed_experts import Clipped, Experts
+from lib.llama_config import Clipped
+from lib.mlp import Experts
 from tests import toy_model
 from tests.compiled import instructions
 from tests.kernels import resources

@@ -13,8 +13,7 @@ import jaxpaged
 from lib.command_line import exit_code
 from lib.generation import generated, run_generation
 from lib.llama import Llama
-from lib.llama_config import LatentConfig, LlamaConfig
-from lib.routed_experts import Routing
+from lib.llama_config import LatentConfig, LlamaConfig, Routing
 from lib.sampling import Sampling
 from lib.start import start
 from lib.tensor_parallel import make_mesh, repeated_kv_heads, shard_model

@@ -140,7 +140,7 @@ def adapt(
         replace_adapter(model, slot, factors)
 
 
-def _shape(linear: Any) -> tuple[int, int]:
+def _shape(linear: Any) -> tuple[int, ...]:
     """[in, out]"""
     return linear.kernel.shape if isinstance(linear, nnx.Linear) else linear.weight.shape[::-1]
 

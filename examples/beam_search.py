@@ -66,7 +66,7 @@ def choose(beams: Beams, i: jax.Array, logits: jax.Array, limits: jax.Array, eos
     parent = jnp.where(continued, chosen // vocab_size, own)
     token = chosen % vocab_size
 
-    # 2. A beam takes over its parent's tokens, ...
+    # 2. A beam copies its parent's tokens, ...
     tokens = jnp.take_along_axis(beams.tokens, parent[..., None], axis=1)
     is_new = continued[..., None] & (jnp.arange(tokens.shape[-1]) == i)[None, None]
     ended = jnp.isin(token, jnp.asarray(eos_ids, jnp.int32)) | (i + 1 >= limits[:, None])
@@ -159,7 +159,7 @@ def beam_search(
         num_blocks=None,
         dtype=dtype,
         seed=0,
-        # The beams of a prompt share its full blocks; a fork takes a block for each before the old ones come back.
+        # The beams of a prompt share its full blocks; a fork allocates a block for each before it frees the old ones.
         num_saved_blocks=sum((width - 1) * (len(prompt) // block_size) - width for prompt in prompts),
     )
     shape = len(prompts), width

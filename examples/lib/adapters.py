@@ -1,4 +1,4 @@
-"""Adapters (LoRA) in PEFT's form: read, stacked, and put beside the layers of llama.py that they adapt."""
+"""LoRA adapters in PEFT's format, and their place in the layers of llama.py."""
 
 import re
 from collections.abc import Sequence
@@ -90,7 +90,7 @@ def _scale(config: Fields, layer: str) -> tuple[int, float]:
 
 
 class AdaptedLinear(nnx.Module):
-    """A linear layer, and beside it the adapters of its parts, one of them for each token.
+    """A linear layer with adapters for its parts. Each token uses one adapter or none.
 
     `ids` are set before each use, int32 `[tokens]`; -1: no adapter.
     """
@@ -120,7 +120,7 @@ def adapt(
     num_empty: int = 0,
     most_rank: int = 0,
 ) -> None:
-    """Puts the adapters beside the layers that any of them adapts. Raises `CheckpointError`.
+    """Wraps the layers that any of the adapters changes. Raises `CheckpointError`.
 
     With `num_empty` more slots of `most_rank`, which `replace_adapter` fills, every layer can be adapted.
     """
@@ -173,7 +173,7 @@ def _check_fits(name: str, factor: np.ndarray, rank: int, width: int) -> None:
 
 
 def set_adapters(model: Llama, ids: jax.Array) -> None:
-    """Which adapter each token of the next call takes."""
+    """Sets the adapter of each token for the next call."""
     for module in _adapted(model):
         module.ids = ids
 

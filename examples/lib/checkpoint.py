@@ -19,7 +19,7 @@ from lib.tokenizer import Tokenizer
 
 # Read when transformers is imported, which would otherwise advise on stderr to install PyTorch.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-# What reading a broken file can raise.
+# Errors that reading a broken file can raise.
 READ_ERRORS = (
     OSError,
     ValueError,

@@ -178,7 +178,7 @@ def run_generation(
 ) -> tuple[Generation, Timing]:
     """Runs `state` to its end, calling `look` after the prefill and after every `steps_at_once` decode steps.
 
-    All prompts begin with the `prefix`, if there is one; it is computed once. `mesh`: the mesh of model and state.
+    A `prefix` that all prompts begin with is computed once. `mesh`: the mesh of model and state.
     """
     graph, weights = nnx.split(model)
     timing = Timing()

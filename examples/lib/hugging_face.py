@@ -30,7 +30,7 @@ def read_folder(folder: Path) -> Checkpoint:
     _rearrange(tensors, config, fields)
     if config.tie_embeddings and not _is_tied(tensors):
         config = dataclasses.replace(config, tie_embeddings=False)
-    # Layers behind the last, which draft tokens.
+    # Extra layers after the last one, which draft tokens.
     drafting = range(fields.whole("num_nextn_predict_layers", 0, MOST_LAYERS, 0))
     behind = tuple(f"layers.{config.num_layers + i}." for i in drafting)
     tensors = {name: read for name, read in tensors.items() if not name.startswith(behind)}
@@ -96,7 +96,7 @@ def _widened(factors: np.ndarray, weight: np.ndarray, *, block: list[int]) -> np
 
 
 def _stack_experts(tensors: Tensors) -> None:
-    """Adds [experts, in, out] of all experts of a layer that stand one by one, gate before up."""
+    """Stacks the experts that a checkpoint stores one by one: [experts, in, out], gate before up."""
     counts: dict[str, int] = {}
     for name in tensors:
         if match := re.fullmatch(r"(.+\.experts)\.(\d{1,5})\.down_proj\.weight", name):
@@ -112,7 +112,7 @@ def _stacked(tensors: Tensors, names: list[list[str]]) -> np.ndarray:
 
 
 def _of_each_head(both: np.ndarray, *, config: LlamaConfig, part: int) -> np.ndarray:
-    """What makes the keys (part 0) or the values (1) of a latent, which stand in one tensor, head by head."""
+    """The projection to keys (part 0) or values (1). A checkpoint stores both in one tensor, head by head."""
     by_head = both.reshape(config.num_heads, -1, both.shape[-1])
     return np.split(by_head, [config.head_dim], axis=1)[part].reshape(-1, both.shape[-1])
 

@@ -19,7 +19,7 @@ from lib.mlp import Linear, create_mlp, sum_over
 class RMSNorm(nnx.Module):
     """x / rms(x) in float32, then times a weight in x's dtype, as Hugging Face computes it.
 
-    nnx.RMSNorm multiplies by the weight before it rounds, for which XLA on a GPU takes two kernels instead of one. With
+    nnx.RMSNorm multiplies by the weight before it rounds, which costs XLA two kernels on a GPU instead of one. With
     `norm_plus_one` this one does too, because weight + 1 would lose bits in a narrow dtype.
     """
 
@@ -41,7 +41,7 @@ Attention = jaxpaged.nnx.PagedAttention | jaxpaged.nnx.LatentAttention
 
 
 def create_attention(config: LlamaConfig, i: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> Attention:
-    """Of layer i."""
+    """The attention of layer i."""
     common: dict[str, Any] = dict(
         num_heads=config.num_heads,
         rotary_frequencies=config.rotary_frequencies,
@@ -124,7 +124,7 @@ class Llama(nnx.Module):
         caches: Sequence[jaxpaged.KVCache],  # one a layer
         step: jaxpaged.AttentionStep,
     ) -> tuple[tuple[jaxpaged.KVCache, ...], jax.Array]:
-        """The new caches and the last layer's output, [..., features], of which `logits` is the head."""
+        """The new caches and the last layer's output, [..., features]; `logits` applies the head."""
         x = self.embed(tokens)
         new_caches = []
         for layer, cache in zip(self.layers, caches, strict=True):

@@ -1,4 +1,4 @@
-"""What follows attention in a layer: an MLP, or a mixture of experts, of gpt-oss or of DeepSeek."""
+"""The part of a layer after attention: an MLP, or a mixture of experts as in gpt-oss or DeepSeek."""
 
 import jax
 import jax.numpy as jnp
@@ -150,7 +150,7 @@ class RoutedExperts(nnx.Module):
 
 
 def create_mlp(config: LlamaConfig, i: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Module:
-    """Of layer i."""
+    """The MLP or mixture of experts of layer i."""
     if config.num_experts:
         return MixtureOfExperts(config, dtype=dtype, rngs=rngs)
     if config.routing is None or i < config.routing.first_layer:

@@ -47,7 +47,7 @@ def make_mesh(num_devices: int) -> Mesh:
 
 def repeated_kv_heads(config: LlamaConfig, num_devices: int) -> LlamaConfig:
     """The config of the same model with at least one KV head for each device. Raises `DevicesError`."""
-    if num_devices % config.num_kv_heads == 0:  # of a latent model never read
+    if num_devices % config.num_kv_heads == 0:  # latent models never read it
         config = dataclasses.replace(config, num_kv_heads=num_devices)
     if config.num_experts:
         raise DevicesError("The model is a gpt-oss, whose experts do not go over several devices here.")

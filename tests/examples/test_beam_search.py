@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import beam_search
-from lib.command_line import exit_code
 from lib.start import start
 from tests.examples.compiled_examples import read_compiled
 from tests.examples.tiny_checkpoint import EOS, greedy, next_logits
@@ -47,7 +46,7 @@ def search(tiny, prompts, width, **options):
 
 
 def frequent_tokens(tiny, prompts):
-    """Two that stand inside the best continuations, to be taken for eos."""
+    """Two tokens inside the best continuations, to use as eos."""
     best = plain_beam_search(tiny.tensors, prompts[0], 2, 0.0, ())
     return best[0][1][4], best[1][1][7]
 
@@ -111,14 +110,3 @@ def test_what_a_person_sees(tiny, monkeypatch, capsys):
         "",
         "blocks:  5 of 4 tokens in use at the peak; without sharing 8: 3 saved",
     ]
-
-
-def test_refusals_are_one_sentence_and_exit_code_2(tiny, capsys):
-    for arguments, message in (
-        (["--model", "/nowhere", "--prompt=a"], "There is no checkpoint at /nowhere."),
-        (["--model", str(tiny.path)], "There is no prompt; pass --prompt TEXT or a --prompt-file that has a line."),
-        (["--model", str(tiny.path), "--prompt=a", "--block-size=900000000"], "A pool of 9 blocks of 900000000"),
-    ):
-        assert exit_code(beam_search.main, arguments) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert f": {message}" in line

@@ -13,6 +13,7 @@ nearly tied tokens may swap.
 import argparse
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +30,10 @@ from lib.sampling import Sampling
 from lib.start import start
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Tally:
+class Tally(NamedTuple):
     """int32 [seqs] each."""
 
-    steps: jax.Array  # that the sequence took part in
+    steps: jax.Array  # in which the sequence advanced
     drafted: jax.Array  # tokens
     accepted: jax.Array  # drafted tokens
 

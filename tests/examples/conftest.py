@@ -33,6 +33,21 @@ def run_generate(capsys):
     return call
 
 
+@pytest.fixture
+def printed(tiny, monkeypatch, capsys):
+    """Runs a program with a result instead of the function that computes it; returns its lines on stdout, the prompts,
+    and the function's other arguments."""
+
+    def call(program, function, result, *options):
+        calls = []
+        monkeypatch.setattr(program, function, lambda *args, **named: calls.append((args, named)) or result)
+        program.main(["--model", str(tiny.path), *options])
+        [((_, _, prompts), named)] = calls
+        return capsys.readouterr().out.splitlines(), list(map(tiny.tokenizer.decode, prompts)), named
+
+    return call
+
+
 @pytest.fixture(scope="session")
 def adapters(tmp_path_factory):
     """Two adapters: their folders, and what they add to the tensors."""

@@ -91,22 +91,14 @@ def test_a_beam_that_finds_no_block_is_given_up_and_the_others_go_on(tiny, promp
     assert int(beams.allocator.num_held) == 0
 
 
-def test_what_a_person_sees(tiny, monkeypatch, capsys):
-    def found(model, config, prompts, *, width, length_penalty, max_new_tokens, block_size, eos_ids, dtype):
-        assert (prompts, width, length_penalty) == ([tiny.tokenizer.encode("ab")], 2, 0.5)
-        assert (max_new_tokens, block_size, eos_ids, dtype) == (6, 4, (EOS,), "float32")
-        hypotheses = [
-            beam_search.Hypothesis(tiny.tokenizer.encode(text), score) for text, score in (("c", -1), ("d", -2))
-        ]
-        return [hypotheses], SimpleNamespace(peak_blocks=np.array(5), peak_unshared=np.array(8))
-
-    monkeypatch.setattr(beam_search, "beam_search", found)
+def test_what_a_person_sees(tiny, printed):
+    found = [beam_search.Hypothesis(tiny.tokenizer.encode(text), score) for text, score in (("c", -1), ("d", -2))]
+    blocks = SimpleNamespace(peak_blocks=np.array(5), peak_unshared=np.array(8))
     options = ["--max-new-tokens=6", "--width=2", "--block-size=4", "--length-penalty=0.5", "--prompt=ab"]
-    beam_search.main(["--model", str(tiny.path), *options])
-    assert capsys.readouterr().out.splitlines() == [
-        "[0] ab",
-        "-->  -1.000  c",
-        "-->  -2.000  d",
-        "",
+    lines, prompts, named = printed(beam_search, "beam_search", ([found], blocks), *options)
+    sizes = dict(max_new_tokens=6, block_size=4, eos_ids=(EOS,), dtype="float32")
+    assert (prompts, named) == (["ab"], dict(width=2, length_penalty=0.5, **sizes))
+    assert lines == [
+        *("[0] ab", "-->  -1.000  c", "-->  -2.000  d", ""),
         "blocks:  5 of 4 tokens in use at the peak; without sharing 8: 3 saved",
     ]

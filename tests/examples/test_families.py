@@ -39,7 +39,6 @@ HARMLESS = {
     "low_freq_factor": [0.5],
     "original_max_position_embeddings": [None],  # max_position_embeddings
 }
-UNKNOWN = "which is not known here; if it changes no result, delete it from config.json"
 
 
 def paged_values(checkpoint, num_tokens):
@@ -243,16 +242,32 @@ def test_the_rotary_fields_of_two_generations():
         ("llama", dict(rope_scaling=dict(rope_type="yarn")), "Missing required keys in `rope_parameters`"),
         ("llama", dict(rope_scaling=dict(rope_type="longrope")), "scaled by 'longrope', which is not known here"),
         ("llama", dict(model_type="gpt2"), "it is of the type 'gpt2'; known here are llama, "),
-        ("llama", dict(scale_depth=2.0), f"scale_depth is 2.0, {UNKNOWN}"),
-        ("llama", dict(attn_logit_softcapping=50.0), f"attn_logit_softcapping is 50.0, {UNKNOWN}"),
-        ("llama", dict(per_layer_config={"0": {}}), f"per_layer_config is {{'0': {{}}}}, {UNKNOWN}"),
-        ("llama", dict(transformers_weights="other"), f"transformers_weights is other, {UNKNOWN}"),
-        ("llama", dict(rope_scaling=dict(rope_type="linear", factor=2.0, alpha=3.0)), f"alpha is 3.0, {UNKNOWN}"),
-        ("qwen2", dict(dual_chunk_attention_config=5), f"dual_chunk_attention_config is 5, {UNKNOWN}"),
-        ("deepseek_v2", dict(num_experts=8), f"num_experts is 8, {UNKNOWN}"),
-        ("gemma3_text", dict(rope_parameters=dict(rope_type="linear")), f"rope_type is linear, {UNKNOWN}"),  # no kind
-        ("gemma3", dict(text_config=dict(altup_num_inputs=4)), f"altup_num_inputs is 4, {UNKNOWN}"),
-        ("gemma3", dict(text_config={}, audio_config=5), f"audio_config is 5, {UNKNOWN}"),
+        ("llama", dict(scale_depth=2.0), "here; if it changes no result, delete it from config.json"),
+        ("llama", dict(attn_logit_softcapping=50.0), "its attn_logit_softcapping is 50.0, which is not known here; if"),
+        ("llama", dict(per_layer_config={"0": {}}), "its per_layer_config is {'0': {}}, which is not known here; if"),
+        ("llama", dict(transformers_weights="other"), "its transformers_weights is other, which is not known here; if"),
+        (
+            "llama",
+            dict(rope_scaling=dict(rope_type="linear", factor=2.0, alpha=3.0)),
+            "its alpha is 3.0, which",
+        ),
+        (
+            "qwen2",
+            dict(dual_chunk_attention_config=5),
+            "its dual_chunk_attention_config is 5, which is not known",
+        ),
+        ("deepseek_v2", dict(num_experts=8), "its num_experts is 8, which is not known here; if"),
+        (
+            "gemma3_text",
+            dict(rope_parameters=dict(rope_type="linear")),
+            "its rope_type is linear, which",
+        ),  # no kind
+        (
+            "gemma3",
+            dict(text_config=dict(altup_num_inputs=4)),
+            "its altup_num_inputs is 4, which is not known",
+        ),
+        ("gemma3", dict(text_config={}, audio_config=5), "its audio_config is 5, which is not known here; if"),
     ],
 )
 def test_what_is_refused_by_name(family, changes, message):

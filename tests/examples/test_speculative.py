@@ -105,15 +105,14 @@ def test_branches_begin_with_different_tokens():
     assert counts.tolist() == [[3, 3, 0]]
 
 
-def test_what_a_person_sees(tiny, monkeypatch, capsys):
-    def decoded(model, config, prompts, *, ngram, num_draft, num_branches, **options):
-        assert (len(prompts), ngram, num_draft, num_branches) == (1, 3, 5, 2)
-        state = SimpleNamespace(tokens=np.array([tiny.tokenizer.encode("cdefgh")]), num_tokens=np.array([6]))
-        return state, speculative.Tally(np.array([2]), np.array([8]), np.array([3]))
-
-    monkeypatch.setattr(speculative, "decode_speculatively", decoded)
-    speculative.main(["--model", str(tiny.path), "--ngram=3", "--num-draft=5", "--prompt=ab"])
-    assert capsys.readouterr().out.splitlines() == [
+def test_what_a_person_sees(tiny, printed):
+    state = SimpleNamespace(tokens=np.array([tiny.tokenizer.encode("cdefgh")]), num_tokens=np.array([6]))
+    result = state, speculative.Tally(np.array([2]), np.array([8]), np.array([3]))
+    options = ["--ngram=3", "--num-draft=5", "--prompt=ab"]
+    lines, prompts, named = printed(speculative, "decode_speculatively", result, *options)
+    assert prompts == ["ab"]
+    assert named.items() >= dict(ngram=3, num_draft=5, num_branches=2).items()
+    assert lines == [
         *("[0] ab", "--> cdefgh"),
         *("    5 tokens in 2 steps: 3 of 8 drafted tokens accepted, 1.50 a step", ""),
     ]

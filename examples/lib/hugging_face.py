@@ -67,8 +67,8 @@ def _rearrange(tensors: Tensors, config: LlamaConfig, fields: Fields) -> None:
     block = Fields(fields.get("quantization_config", {})).get("weight_block_size", [128, 128])
     add("", _unpacked, "_blocks", "_scales")
     add(".weight", functools.partial(_widened, block=block), ".weight_scale_inv", ".weight")
+    add(".experts.gate_up_proj", _turned, ".experts.gate_up_proj")
     _stack_experts(tensors)
-    add(".experts.gate_up_proj", lambda experts: experts.swapaxes(1, 2), ".experts.gate_up_proj")
     for i, part in enumerate(("k", "v")):
         of_each_head = functools.partial(_of_each_head, config=config, part=i)
         add(f".{part}_b_proj.weight", of_each_head, ".kv_b_proj.weight")
@@ -95,20 +95,25 @@ def _widened(factors: np.ndarray, weight: np.ndarray, *, block: list[int]) -> np
     return weight.astype(np.float32) * factors.astype(np.float32)[rows[:, None], columns]
 
 
+def _turned(experts: np.ndarray) -> np.ndarray:
+    return experts.swapaxes(1, 2)
+
+
 def _stack_experts(tensors: Tensors) -> None:
-    """Stacks the experts that a checkpoint stores one by one: [experts, in, out], gate before up."""
+    """Adds [experts, hidden features, features] of experts that a checkpoint stores one by one, gate before up."""
     counts: dict[str, int] = {}
     for name in tensors:
         if match := re.fullmatch(r"(.+\.experts)\.(\d{1,5})\.down_proj\.weight", name):
             counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
     for stem, count in counts.items():
-        for stacked, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
-            names = [[f"{stem}.{i}.{part}.weight" for part in parts] for i in range(count)]
-            tensors[f"{stem}.{stacked}"] = functools.partial(_stacked, tensors, names)
+        read = functools.partial(_stacked, tensors, stem, count)
+        tensors[f"{stem}.gate_up_proj"] = functools.partial(read, "gate_proj", "up_proj")
+        tensors[f"{stem}.down_proj"] = functools.partial(_computed, _turned, [functools.partial(read, "down_proj")])
 
 
-def _stacked(tensors: Tensors, names: list[list[str]]) -> np.ndarray:
-    return np.stack([np.concatenate([tensors[name]() for name in parts]).T for parts in names])
+def _stacked(tensors: Tensors, stem: str, count: int, *parts: str) -> np.ndarray:
+    names = [[f"{stem}.{i}.{part}.weight" for part in parts] for i in range(count)]
+    return np.stack([np.concatenate([tensors[name]() for name in of_expert]) for of_expert in names])
 
 
 def _of_each_head(both: np.ndarray, *, config: LlamaConfig, part: int) -> np.ndarray:

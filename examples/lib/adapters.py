@@ -35,10 +35,10 @@ KNOWN = {*READ, *TARGETS, *TRAINING, *ORIGIN, "velora_config", "qalora_group_siz
 NAME = r"base_model\.model\.(.+)\.lora_([AB])\.weight"
 MOST_RANK, MOST_ALPHA = 4096, 1e9
 
-# What may be adapted in a layer: the module that holds it, and its name there.
+# The modules of a layer, and the projections in them that adapters can change.
 LINEARS = ("self_attn", "qkv_proj"), ("self_attn", "o_proj"), ("mlp", "gate_up_proj"), ("mlp", "down_proj")
 
-Factors = dict[str, tuple[np.ndarray, np.ndarray]]  # of each layer: [rank, features], [rank, outputs]
+Factors = dict[str, tuple[np.ndarray, np.ndarray]]  # by the layer's name: [rank, features], [rank, outputs]
 
 
 def read_adapter(folder: Path) -> Factors:
@@ -96,7 +96,7 @@ class AdaptedLinear(nnx.Module):
     """
 
     def __init__(self, linear: Any, parts: dict[str, int], *, num_slots: int, rank: int, dtype: DTypeLike):
-        def zeros(width: int) -> nnx.Param:  # as `jaxpaged.lora` takes them
+        def zeros(width: int) -> nnx.Param:  # in the layout of `jaxpaged.lora`
             return nnx.Param(jnp.zeros((num_slots, rank, width), dtype))
 
         self.linear, self.names = linear, tuple(parts)

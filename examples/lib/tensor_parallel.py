@@ -25,7 +25,7 @@ AXIS = "devices"
 CACHE = P(None, None, AXIS)  # [blocks, block_size, kv_heads, ...]; a latent, which all heads read, is on every device
 # Arguments of `prefill` and `decode` in generation.py that are not arrays.
 STATIC = ("graph", "eos_ids", "sampling", "share_reads")
-# Sizes of the model and of its experts of which each device has a part.
+# Sizes of the model and its experts that are divided by the number of devices.
 SHARDED = ("num_heads", "num_kv_heads", "hidden_features", "vocab_size")
 SHARDED_OF_EXPERTS = ("hidden_features", "shared_features")
 

@@ -79,7 +79,7 @@ def test_sampling_follows_the_seed_and_not_the_place_in_the_batch(run):
     )
     assert [first[0], first[2]] == [again[3], again[1]]
     assert first != other
-    assert first[1] != first[3]  # of one prompt
+    assert first[1] != first[3]  # the same prompt twice
     assert [first[1], first[3]] == [again[0], again[2]]
 
 

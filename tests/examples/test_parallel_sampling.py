@@ -49,7 +49,7 @@ def test_greedy_tokens_are_those_of_a_model_that_shares_nothing(tiny, prompts, m
     assert int(state.peak_unshared) == 3 * (5 + 2 + 3)
     assert int(state.peak_blocks) == 3 * (5 + 2 + 3) - 2 * num_shared == state.allocator.num_blocks - 1
 
-    # The twin: without the copies the children have not what stands in their last block.
+    # The twin: without the copies, the children's last blocks are empty.
     monkeypatch.setattr(parallel_sampling, "copy_blocks", lambda cache, source_ids, destination_ids: cache)
     parallel_sampling.complete.clear_cache()
     wrong = generated(complete(tiny, prompts, 0.0)[0])

@@ -51,8 +51,10 @@ def test_tokens_are_those_of_plain_decoding(tiny, prompts, plain, monkeypatch, n
 
 
 def test_each_sequence_accepts_as_many_as_are_right(tiny, prompts, plain, monkeypatch):
-    """Drafts of which a row's first, second, ... are right: never wrong, always, at every third token, every fifth. The
-    right branch is the second, then the third, the first, ...; the others begin as it does and go wrong at once."""
+    """The drafts of the four rows are wrong never, always, at every third token and at every fifth.
+
+    The right branch is the second, then the third, the first, ...; the others begin as it does and go wrong at once.
+    """
     wrong_at = np.array([[step % period == 0 for step in range(40)] for period in (99, 1, 3, 5)])
     told = jnp.asarray(np.where(wrong_at, (np.array(plain) + 1) % 300, plain), jnp.int32)
 
@@ -83,7 +85,7 @@ def test_each_sequence_accepts_as_many_as_are_right(tiny, prompts, plain, monkey
     [
         ([1, 2, 3, 4, 5, 1, 2], 0, 7, 2, [3, 4, 5]),
         ([1, 2, 3, 1, 2, 4, 8, 9, 1, 2], 0, 10, 2, [4, 8, 9]),  # the latest of two
-        ([1, 2, 3, 8, 8, 1, 2, 1, 2], 0, 9, 2, [3, 8, 8]),  # the one with enough behind it
+        ([1, 2, 3, 8, 8, 1, 2, 1, 2], 0, 9, 2, [3, 8, 8]),  # the one with enough after it
         ([1, 1, 1], 0, 3, 1, [1, 1]),  # what is there, where none has
         ([1, 2, 3, 4, 1, 2, 0, 0], 0, 6, 2, [3, 4, 1]),
         ([1, 2, 3, 4, 1, 2], 1, 6, 2, []),  # before the beginning there is padding

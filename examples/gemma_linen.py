@@ -25,7 +25,7 @@ LOCAL, GLOBAL = _modules.AttentionType.LOCAL_SLIDING, _modules.AttentionType.GLO
 
 
 def attention(a: Any, x: Any, positions: Any, cache: Any, step: Any) -> tuple[Any, Any]:
-    """The model passes its mask through to here; the step takes the mask's place."""
+    """The model passes its mask down to here, where the step replaces it."""
     q, (k, v) = a.q_einsum("BTD,NDH->BTNH", x), a.kv_einsum("BSD,CKDH->CBSKH", x)
     rope = dict(base_frequency=a.rope_base_frequency, scale_factor=a.rope_scale_factor)
     q, k = apply_rope(a._query_norm(q), positions, **rope), apply_rope(a._key_norm(k), positions, **rope)

@@ -112,7 +112,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
-    from tqdm import tqdm  # of the extra "examples": --help works without
+    from tqdm import tqdm  # in the extra "examples": --help works without it
 
     if args.cache_scale is not None and args.cache_dtype not in QUANTISED:
         raise RequestError(f"--cache-scale goes with --cache-dtype {', '.join(QUANTISED)}; got {args.cache_dtype}.")
@@ -185,7 +185,7 @@ def generate_with_drafts(
     """Prints what `report` does, with an engine's measurements."""
     prompts, tokenizer = request.prompts, request.checkpoint.tokenizer
     stop_ids = () if args.ignore_eos else tuple(tokenizer.eos_ids)
-    # The last token is never computed, so that it may stand behind the context.
+    # The last token is never computed, so it may be one past the context.
     limits = [min(args.max_new_tokens, config.context + 1 - len(prompt)) for prompt in prompts]
     params = [
         SamplingParams(

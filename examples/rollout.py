@@ -59,7 +59,7 @@ def head(weights: Any, x: jax.Array) -> jax.Array:
 
 
 def logprobs_of(weights: Any, texts: jax.Array) -> jax.Array:
-    """Of each token but the first, float32 `[texts, length - 1]`."""
+    """The log probability of each token but the first, float32 `[texts, length - 1]`."""
     step = dense_step(texts.shape[1])
     logits = head(weights, jax.vmap(lambda text: model(weights, text, step.positions, None, step)[1])(texts))
     return jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), texts[:, 1:, None], axis=2)[..., 0]

@@ -230,7 +230,7 @@ def create_service(args: argparse.Namespace) -> "Service":
         adapters=AdapterSlots(
             [name for name, _ in args.adapter],
             num_empty=args.runtime_adapters,
-            write=functools.partial(replace_adapter, model, config) if args.runtime_adapters else None,
+            write=functools.partial(replace_adapter, model) if args.runtime_adapters else None,
         ),
         max_model_len=max_model_len,
         max_logprobs=args.max_logprobs,

@@ -5,7 +5,7 @@
 A step looks for earlier occurrences of the newest tokens, in the prompt and in the generated text, and drafts what
 followed them: several branches that differ in their first token. The model sees the whole tree in one attention call
 with a mask. The step accepts the branch that agrees longest with the model's own choices, and the model's next token
-behind it; moves that branch's keys and values into place; and gives back the room of the others with `rollback`.
+after it; moves that branch's keys and values into place; and gives back the room of the others with `rollback`.
 All steps are one `jax.jit`. In bfloat16, products of several tokens may round differently from products of one, and
 nearly tied tokens may swap.
 """
@@ -13,6 +13,7 @@ nearly tied tokens may swap.
 import argparse
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +30,12 @@ from lib.sampling import Sampling
 from lib.start import start
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Tally:
+class Tally(NamedTuple):
     """int32 [seqs] each."""
 
-    steps: jax.Array  # that the sequence took part in
+    steps: jax.Array  # in which the sequence advanced
     drafted: jax.Array  # tokens
-    accepted: jax.Array  # of these tokens
+    accepted: jax.Array  # drafted tokens
 
 
 def draft(
@@ -48,10 +47,10 @@ def draft(
     num_draft: int,
     num_branches: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """What followed earlier occurrences of the last `ngram` tokens: int32 [seqs, num_branches, num_draft], and the
+    """The tokens after earlier occurrences of the last `ngram` tokens: int32 [seqs, num_branches, num_draft], and the
     number of tokens in each branch, [seqs, num_branches].
 
-    Occurrences with more tokens behind them, up to `num_draft`, come first, then later ones. No two branches begin with
+    Occurrences with more tokens after them, up to `num_draft`, come first, then later ones. No two branches begin with
     the same token.
     """
     num_tokens = text.shape[1]
@@ -113,7 +112,7 @@ def speculate(
         drafted, counts = draft(text, begins, ends, ngram=ngram, num_draft=num_draft, num_branches=num_branches)
         counts = jnp.minimum(counts, (state.limits - state.num_tokens - 1)[:, None])
 
-        # 2. Verify. What was not found is drafted too, as garbage that is never accepted.
+        # 2. Verify. Branches that were not found are computed too, as garbage that is never accepted.
         before = state.allocator.lengths
         state, slots, advanced = claim(state, jnp.full_like(before, num_nodes), q_len=num_nodes)
         newest = jnp.take_along_axis(state.tokens, jnp.maximum(state.num_tokens - 1, 0)[:, None], axis=1)
@@ -122,7 +121,7 @@ def speculate(
         step = jaxpaged.AttentionStep.create(state.allocator, slots, positions=positions, tree_mask=masks)
         caches, x = model(tokens, state.caches, step)
 
-        # 3. What the model chooses after each token; a branch is accepted as far as it is the same.
+        # 3. The model's choice after each token; a branch is accepted up to the first difference.
         chosen = model.logits(x).argmax(axis=-1).astype(jnp.int32)
         after_newest, chosen = chosen[:, :1], chosen[:, 1:].reshape(drafted.shape)
         root = jnp.broadcast_to(after_newest[:, None], (num_seqs, num_branches, 1))
@@ -132,7 +131,7 @@ def speculate(
         best, accepted = accepted.argmax(axis=1).astype(jnp.int32)[:, None], accepted.max(axis=1)
         chosen = jnp.take_along_axis(chosen, best[..., None], axis=1)[:, 0]
 
-        # 4. Keep that branch, right behind the newest token, and roll back the others. Nobody shares what this step
+        # 4. Keep that branch, right after the newest token, and roll back the others. Nobody shares what this step
         # appended: rolling back copies nothing.
         source = jnp.take_along_axis(slots, 1 + best * num_draft + depth[None], axis=1)
         destination = jnp.where(depth[None] < accepted[:, None], slots[:, 1 : 1 + num_draft], -1)

@@ -20,7 +20,7 @@ with imports(__doc__):
 
 
 def attention(a: Attention, x: Any, positions: Any, cache: Any, step: Any, segment_ids: Any = None) -> tuple[Any, Any]:
-    """The model passes its mask through to here; the step takes the mask's place."""
+    """The model passes its mask down to here, where the step replaces it."""
     q, k = (apply_rope(x, positions, a.head_dim) for x in (a.q_norm(a.q_proj(x)), a.k_norm(a.k_proj(x))))
     cache, out = step.attend(q, k, a.v_proj(x), cache)
     return cache, a.o_proj(out)

@@ -4,7 +4,7 @@
     python examples/tunix_rollout.py
 
 Pass `EngineRollout`, or a `functools.partial` of it, as `ClusterConfig.rollout_engine`. A prompt that Tunix repeats for
-its generations is computed once, and new weights are taken by reference. The toy: the reward is the share of the
+its generations is computed once, and new weights are passed by reference. The toy: the reward is the share of the
 prompt's letter in a completion.
 """
 
@@ -39,7 +39,7 @@ class EngineRollout(BaseRollout):
 
     Args:
         rollout_actor: the model, a Qwen3 of Tunix. For others write a `paged` as in tunix_qwen3.py.
-        tokenizer: what Tunix takes.
+        tokenizer: any that Tunix accepts.
         rollout_config: its largest prompt and completion make the engine's `max_model_len`.
         mesh: Tunix passes it; not used.
         block_size: tokens of a block.
@@ -60,7 +60,7 @@ class EngineRollout(BaseRollout):
         del mesh
         self._model, self._tokenizer = rollout_actor, TokenizerAdapter(tokenizer)
         apply, weights, head = paged(rollout_actor)
-        self._arrays = jax.tree.leaves(weights)  # those that the engine has
+        self._arrays = jax.tree.leaves(weights)  # the engine's arrays
         config = rollout_actor.config
         assert options.max_num_seqs is not None
         max_model_len = rollout_config.max_prompt_length + rollout_config.max_tokens_to_generate
@@ -109,7 +109,7 @@ class EngineRollout(BaseRollout):
         )
 
     def get_per_token_logps(self, prompt_tokens: jax.Array, completion_tokens: jax.Array) -> jax.Array:
-        """float32, in the shape of the completions; 0 behind the end of one."""
+        """float32, in the shape of the completions; 0 after the end of one."""
         self._refresh()
         prompts = [row[np.argmax(row != self.pad_id()) :].tolist() for row in np.asarray(prompt_tokens)]
         completions = [self._without_padding(row) for row in np.asarray(completion_tokens)]
@@ -159,7 +159,7 @@ def seed_of(seed: Any, index: int) -> int:
 
 
 class Letters:
-    """A tokenizer of letters: a to y, behind padding, begin and end."""
+    """A tokenizer of letters: a to y, after padding, begin and end."""
 
     def encode(self, text: str) -> list[int]:
         return [3 + ord(letter) - ord("a") for letter in text]

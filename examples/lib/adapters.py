@@ -1,7 +1,7 @@
-"""Adapters (LoRA) in PEFT's form: read, stacked, and put beside the layers of llama.py that they adapt."""
+"""LoRA adapters in PEFT's format, and their place in the layers of llama.py."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import jaxpaged
 from lib.checkpoint import READ_ERRORS, CheckpointError, one_line
 from lib.fields import Fields, read_json
 from lib.llama import Llama
-from lib.llama_config import LlamaConfig, fused_parts
+from lib.llama_config import LlamaConfig, parts_of
 
 # Fields of a config that change results: only these values are plain LoRA. The other values of init_lora_weights start
 # from changed weights of the model.
@@ -35,7 +35,10 @@ KNOWN = {*READ, *TARGETS, *TRAINING, *ORIGIN, "velora_config", "qalora_group_siz
 NAME = r"base_model\.model\.(.+)\.lora_([AB])\.weight"
 MOST_RANK, MOST_ALPHA = 4096, 1e9
 
-Factors = dict[str, tuple[np.ndarray, np.ndarray]]  # of each layer: [rank, features], [rank, outputs]
+# The modules of a layer, and the projections in them that adapters can change.
+LINEARS = ("self_attn", "qkv_proj"), ("self_attn", "o_proj"), ("mlp", "gate_up_proj"), ("mlp", "down_proj")
+
+Factors = dict[str, tuple[np.ndarray, np.ndarray]]  # by the layer's name: [rank, features], [rank, outputs]
 
 
 def read_adapter(folder: Path) -> Factors:
@@ -87,15 +90,18 @@ def _scale(config: Fields, layer: str) -> tuple[int, float]:
 
 
 class AdaptedLinear(nnx.Module):
-    """A linear layer, and beside it the adapters of its parts, one of them for each token.
+    """A linear layer with adapters for its parts. Each token uses one adapter or none.
 
     `ids` are set before each use, int32 `[tokens]`; -1: no adapter.
     """
 
-    def __init__(self, linear: Any, factors: list[tuple[jax.Array, jax.Array]]):
-        self.linear = linear
-        self.a = nnx.List([nnx.Param(a) for a, _ in factors])  # of each part, as `jaxpaged.lora` takes them
-        self.b = nnx.List([nnx.Param(b) for _, b in factors])
+    def __init__(self, linear: Any, parts: dict[str, int], *, num_slots: int, rank: int, dtype: DTypeLike):
+        def zeros(width: int) -> nnx.Param:  # in the layout of `jaxpaged.lora`
+            return nnx.Param(jnp.zeros((num_slots, rank, width), dtype))
+
+        self.linear, self.names = linear, tuple(parts)
+        self.a = nnx.List([zeros(_shape(linear)[0]) for _ in parts])
+        self.b = nnx.List([zeros(outputs) for outputs in parts.values()])
         self.ids: jax.Array = nnx.data(jnp.full(0, -1, jnp.int32))
 
     def __call__(self, x: jax.Array, **options: Any) -> jax.Array:
@@ -114,75 +120,63 @@ def adapt(
     num_empty: int = 0,
     most_rank: int = 0,
 ) -> None:
-    """Puts the adapters beside the layers that any of them adapts. Raises `CheckpointError`.
+    """Wraps the layers that any of the adapters changes. Raises `CheckpointError`.
 
     With `num_empty` more slots of `most_rank`, which `replace_adapter` fills, every layer can be adapted.
     """
-    left = {name for factors in adapters for name in factors}
-    rank = max((len(a) for factors in adapters for a, _ in factors.values()), default=0)
-    slots, rank = [*adapters, *[{}] * num_empty], max(rank, most_rank)
-    fused = fused_parts(config)
-    for prefix, owner, name in _linears(model):
-        parts = {f"{prefix}.{part}": width for part, width in fused.get(name, {name: 0}).items()}
-        if left.isdisjoint(parts) and not num_empty:
-            continue
-        left -= set(parts)
-        linear = getattr(owner, name)
-        shape = linear.kernel.shape if isinstance(linear, nnx.Linear) else linear.weight.shape[::-1]
-        factors = [_stacked(part, slots, rank, shape[0], width or shape[1], dtype) for part, width in parts.items()]
-        setattr(owner, name, AdaptedLinear(linear, factors))
-    _check_known(left)
+    adapted = {name for factors in adapters for name in factors}
+    ranks = [len(a) for factors in adapters for a, _ in factors.values()]
+    sizes: dict[str, Any] = dict(num_slots=len(adapters) + num_empty, rank=max([most_rank, *ranks]), dtype=dtype)
+    for i, layer in enumerate(model.layers):
+        for owner_name, name in LINEARS:
+            owner = getattr(layer, owner_name)
+            if (linear := getattr(owner, name, None)) is None:
+                continue
+            parts = parts_of(name, _shape(linear)[1], config)
+            parts = {f"layers.{i}.{owner_name}.{part}": outputs for part, outputs in parts.items()}
+            if num_empty or adapted & parts.keys():
+                setattr(owner, name, AdaptedLinear(linear, parts, **sizes))
+    for slot, factors in enumerate(adapters):
+        replace_adapter(model, slot, factors)
 
 
-def replace_adapter(model: Llama, config: LlamaConfig, slot: int, factors: Factors) -> nnx.State:
+def _shape(linear: Any) -> tuple[int, ...]:
+    """[in, out]"""
+    return linear.kernel.shape if isinstance(linear, nnx.Linear) else linear.weight.shape[::-1]
+
+
+def replace_adapter(model: Llama, slot: int, factors: Factors) -> nnx.State:
     """The weights with another adapter in a slot; the model has them too. Raises `CheckpointError`."""
-    left, fused = set(factors), fused_parts(config)
-    changed: list[tuple[nnx.Param, jax.Array]] = []
-    for prefix, owner, name in _linears(model):
-        module = getattr(owner, name)
-        for part, a, b in zip(fused.get(name, [name]), module.a, module.b, strict=True):
-            full_name = f"{prefix}.{part}"
-            left.discard(full_name)
-            _, rank, features = a.shape
-            pair = _stacked(full_name, [factors], rank, features, b.shape[2], a.dtype)
-            changed += [(param, param[...].at[slot].set(rows[0])) for param, rows in zip((a, b), pair, strict=True)]
-    _check_known(left)
+    left, changed = dict(factors), []
+    for module in _adapted(model):
+        for name, *params in zip(module.names, module.a, module.b, strict=True):
+            pair = left.pop(name, None)
+            for i, param in enumerate(params):
+                _, rank, width = param.shape
+                rows = np.zeros((rank, width), np.float32)  # where the adapter has less
+                if pair is not None:
+                    _check_fits(name, pair[i], rank, width)
+                    rows[: len(pair[i])] = pair[i]
+                changed.append((param, param[...].at[slot].set(jnp.asarray(rows, param.dtype))))
+    if left:
+        raise CheckpointError(f"An adapter adapts {min(left)}, which this model does not have or cannot adapt here.")
     for param, value in changed:
         param.set_value(value)
     return nnx.state(model)
 
 
-def _check_known(left: set[str]) -> None:
-    if left:
-        raise CheckpointError(f"An adapter adapts {min(left)}, which this model does not have or cannot adapt here.")
-
-
-def _stacked(
-    name: str, adapters: Sequence[Factors], rank: int, features: int, outputs: int, dtype: DTypeLike
-) -> tuple[jax.Array, jax.Array]:
-    """`[adapters, rank, features]` and `[adapters, rank, outputs]`, zeros where an adapter has less."""
-    stacks = np.zeros((len(adapters), rank, features), np.float32), np.zeros((len(adapters), rank, outputs), np.float32)
-    for i, factors in enumerate(adapters):
-        for stack, factor in zip(stacks, factors.get(name, ()), strict=False):
-            if factor.shape[1] != stack.shape[2]:
-                raise CheckpointError(f"An adapter's {name} has {factor.shape[1]} numbers a row, not {stack.shape[2]}.")
-            if len(factor) > rank:
-                raise CheckpointError(f"An adapter's {name} has rank {len(factor)}; --max-adapter-rank is {rank}.")
-            stack[i, : len(factor)] = factor
-    return jnp.asarray(stacks[0], dtype), jnp.asarray(stacks[1], dtype)
+def _check_fits(name: str, factor: np.ndarray, rank: int, width: int) -> None:
+    if factor.shape[1] != width:
+        raise CheckpointError(f"An adapter's {name} has {factor.shape[1]} numbers a row, not {width}.")
+    if len(factor) > rank:
+        raise CheckpointError(f"An adapter's {name} has rank {len(factor)}; --max-adapter-rank is {rank}.")
 
 
 def set_adapters(model: Llama, ids: jax.Array) -> None:
-    """Which adapter each token of the next call takes."""
-    for _, owner, name in _linears(model):
-        if isinstance(module := getattr(owner, name), AdaptedLinear):
-            module.ids = ids
+    """Sets the adapter of each token for the next call."""
+    for module in _adapted(model):
+        module.ids = ids
 
 
-def _linears(model: Llama) -> Iterator[tuple[str, Any, str]]:
-    """What may be adapted: the name of the module that holds it, that module, and its name there."""
-    for i, layer in enumerate(model.layers):
-        for prefix, owner in ((f"layers.{i}.self_attn", layer.self_attn), (f"layers.{i}.mlp", layer.mlp)):
-            for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
-                if hasattr(owner, name):
-                    yield prefix, owner, name
+def _adapted(model: Llama) -> list[AdaptedLinear]:
+    return [module for _, module in nnx.iter_modules(model) if isinstance(module, AdaptedLinear)]

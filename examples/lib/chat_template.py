@@ -73,23 +73,22 @@ class ChatTemplate:
     ) -> list[str]:
         """The text of each conversation, up to where the answer begins.
 
-        Unless allowed, a control token that the conversation spells is between `MARK_START` and `MARK_END` there. If
-        the template cuts it off from one of them, that one remains by itself.
+        With `continue_final_message` the answer continues the last message. `chat_template_kwargs` are more variables
+        for the template. Unless allowed, a control token that the conversation spells is between `MARK_START` and
+        `MARK_END` there. If the template cuts it off from one of them, that one remains by itself.
 
         Raises:
             ChatTemplateError: the template refuses the conversation, or fails.
             RendererBusyError: this machine is too busy.
         """
-        request = json.dumps(
-            {
-                "conversations": conversations,
-                "tools": tools,
-                "documents": documents,
-                "continue_final_message": continue_final_message,
-                "chat_template_kwargs": chat_template_kwargs or {},
-                "allow_control_tokens": allow_control_tokens,
-                "most_seconds": MOST_SECONDS,
-            }
+        request = dict(
+            conversations=conversations,
+            tools=tools,
+            documents=documents,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs or {},
+            allow_control_tokens=allow_control_tokens,
+            most_seconds=MOST_SECONDS,
         )
         try:
             process = self._free.get(timeout=MOST_SECONDS_OF_WAITING)
@@ -99,7 +98,7 @@ class ChatTemplate:
             if process is None or process.poll() is not None:
                 _end(process)
                 process = _start(self._setup)
-            answer = _ask(process, request)
+            answer = _ask(process, json.dumps(request))
         except BaseException:
             # A late answer would be read as the next request's.
             _end(process)

@@ -14,12 +14,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from lib.llama import Llama
-from lib.llama_config import LlamaConfig, fused_parts
+from lib.llama_config import LlamaConfig, parts_of
 from lib.tokenizer import Tokenizer
 
 # Read when transformers is imported, which would otherwise advise on stderr to install PyTorch.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-# What reading a broken file can raise.
+# Errors that reading a broken file can raise.
 READ_ERRORS = (
     OSError,
     ValueError,
@@ -106,17 +106,13 @@ def load_model(checkpoint: Checkpoint, dtype: DTypeLike) -> Llama:
     model = nnx.eval_shape(lambda: Llama(checkpoint.config, dtype=dtype, rngs=nnx.Rngs(0)))
     graph, parameters = nnx.split(model)
     leaves = dict(nnx.to_flat_state(parameters))
-    fused = fused_parts(checkpoint.config)
     for path, leaf in tqdm(leaves.items(), desc="loading weights", unit="tensor", disable=None, leave=False):
         *modules, module, kind = map(str, path)
         suffix = "weight" if kind in ("kernel", "scale", "embedding") else kind
         shape = leaf.shape[::-1] if kind == "kernel" else leaf.shape  # an nnx.Linear holds [in, out]
-        parts = fused.get(module, {module: shape[0]})
-        if module == "gate_up_proj":  # of any width
-            parts = dict.fromkeys(parts, shape[0] // 2)
         tensors = [
             _read_tensor(checkpoint, ".".join((*modules, part, suffix)), (outputs, *shape[1:]))
-            for part, outputs in parts.items()
+            for part, outputs in parts_of(module, shape[0], checkpoint.config).items()
         ]
         tensor = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
         leaf.set_value(jnp.asarray(np.ascontiguousarray(tensor.T if kind == "kernel" else tensor), leaf.dtype))

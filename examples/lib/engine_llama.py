@@ -1,4 +1,4 @@
-"""The model of llama.py behind a `jaxpaged.Engine`: its layers over packed tokens, its head, and an engine for it."""
+"""The model of llama.py in a `jaxpaged.Engine`: its layers over packed tokens, its head, and an engine for it."""
 
 import dataclasses
 import functools

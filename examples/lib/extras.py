@@ -1,4 +1,4 @@
-"""The packages that the examples need beside jaxpaged: a missing one is named in one line, with its pip command."""
+"""The packages that the examples need: a missing one is named in one line, with its pip command."""
 
 import contextlib
 import sys

@@ -10,8 +10,7 @@ from typing import Any, Literal
 import jaxpaged
 from lib.auto_config import read_auto_config
 from lib.fields import MOST_LAYERS, MOST_TOKENS, Fields
-from lib.llama_config import LatentConfig, LlamaConfig
-from lib.routed_experts import Routing
+from lib.llama_config import Clipped, LatentConfig, LlamaConfig, Routing
 
 # Properties of a family without a field in its config.
 GEMMA_MODEL = dict(use_post_norms=True, norm_plus_one=True)
@@ -86,8 +85,7 @@ def _experts(fields: Fields) -> dict[str, Any]:
     return dict(
         num_experts=num_experts,
         experts_per_token=fields.whole("num_experts_per_tok", 1, num_experts),
-        swiglu_alpha=fields.get("swiglu_alpha"),
-        swiglu_limit=fields.get("swiglu_limit"),
+        clipped=Clipped(fields.get("swiglu_alpha"), fields.get("swiglu_limit")),
     )
 
 

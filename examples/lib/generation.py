@@ -21,7 +21,7 @@ import jaxpaged
 from lib.llama import Llama
 from lib.prefill import Caches, Prompts, pad_prompts, write_prompts
 from lib.sampling import Sampling, sample
-from lib.shared_prefix import Prefix, share_prefix
+from lib.shared_prefix import share_prefix
 from lib.tensor_parallel import on_mesh, replicate
 
 
@@ -108,7 +108,7 @@ def prefill(
     weights: nnx.State,
     state: Generation,
     prompts: Prompts,
-    prefix: Prefix | None,  # which all the prompts begin with
+    prefix: Prompts | None,  # one row, which all the prompts begin with
     eos_ids: tuple[int, ...],
     sampling: Sampling,
 ) -> Generation:
@@ -178,7 +178,7 @@ def run_generation(
 ) -> tuple[Generation, Timing]:
     """Runs `state` to its end, calling `look` after the prefill and after every `steps_at_once` decode steps.
 
-    All prompts begin with the `prefix`, if there is one; it is computed once. `mesh`: the mesh of model and state.
+    A `prefix` that all prompts begin with is computed once. `mesh`: the mesh of model and state.
     """
     graph, weights = nnx.split(model)
     timing = Timing()
@@ -189,7 +189,7 @@ def run_generation(
         setattr(timing, name, getattr(timing, name) + time.perf_counter() - begin)
         return result
 
-    shared = None if prefix is None else Prefix.create(prefix, state.allocator)
+    shared = None if prefix is None else pad_prompts([prefix])
     padded = pad_prompts(prompts, num_cached=0 if prefix is None else len(prefix))
     num_steps = jnp.int32(steps_at_once)
     if mesh is not None:

@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from typing import Any
 
 from transformers import GenerationConfig
 
@@ -62,10 +61,7 @@ def eos_ids(config: Fields, generation: Fields, tokenizer_eos: int | None) -> tu
     """Every end-of-text token that config.json, generation_config.json or the tokenizer names."""
     found: dict[int, None] = {}
     for fields in (generation, config, Fields({"eos_token_id": tokenizer_eos})):
-        for eos in _listed(fields.get("eos_token_id", [])):
+        named = fields.get("eos_token_id", [])
+        for eos in named if isinstance(named, list) else [named]:
             found[Fields({"eos_token_id": eos}).whole("eos_token_id", 0, MOST_TOKENS)] = None
     return tuple(found)
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]

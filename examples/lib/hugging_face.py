@@ -24,28 +24,18 @@ def read_folder(folder: Path) -> Checkpoint:
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} holds no {name}.")
-    config = read_json(folder / "config.json")
+    fields = read_json(folder / "config.json")
     tensors = _plain_names(read_weights(folder))
-    for name in [name for name in tensors if name.endswith("_blocks")]:
-        name = name.removesuffix("_blocks")
-        tensors[name] = functools.partial(_unpacked, tensors[f"{name}_blocks"], tensors[f"{name}_scales"])
-    for name in [name for name in tensors if name.endswith(".weight_scale_inv")]:
-        block = Fields(config.get("quantization_config", {})).get("weight_block_size", [128, 128])
-        name = name.removesuffix("_scale_inv")
-        tensors[name] = functools.partial(_widened, tensors[name], tensors[f"{name}_scale_inv"], block)
-    for name in [name for name in tensors if name.endswith(".experts.gate_up_proj")]:
-        tensors[name] = functools.partial(_turned, tensors[name])
-    _stack_experts(tensors)
-    checked = read_config(config)
-    if checked.tie_embeddings and not _is_tied(tensors):
-        checked = dataclasses.replace(checked, tie_embeddings=False)
-    _part_latents(tensors, checked)
-    # Layers behind the last, which draft tokens.
-    drafting = range(config.whole("num_nextn_predict_layers", 0, MOST_LAYERS, 0))
-    behind = tuple(f"layers.{checked.num_layers + i}." for i in drafting)
+    config = read_config(fields)
+    _rearrange(tensors, config, fields)
+    if config.tie_embeddings and not _is_tied(tensors):
+        config = dataclasses.replace(config, tie_embeddings=False)
+    # Extra layers after the last one, which draft tokens.
+    drafting = range(fields.whole("num_nextn_predict_layers", 0, MOST_LAYERS, 0))
+    behind = tuple(f"layers.{config.num_layers + i}." for i in drafting)
     tensors = {name: read for name, read in tensors.items() if not name.startswith(behind)}
     generation = read_generation_config(folder)
-    return Checkpoint(checked, _folder_tokenizer(folder, config, generation), tensors, sampling_defaults(generation))
+    return Checkpoint(config, _folder_tokenizer(folder, fields, generation), tensors, sampling_defaults(generation))
 
 
 def _plain_names(tensors: Tensors) -> Tensors:
@@ -65,58 +55,69 @@ def _is_tied(tensors: Tensors) -> bool:
     return head is None or np.array_equal(head(), tensors["embed_tokens.weight"]())
 
 
-def _unpacked(read_blocks: Callable[[], np.ndarray], read_scales: Callable[[], np.ndarray]) -> np.ndarray:
+def _rearrange(tensors: Tensors, config: LlamaConfig, fields: Fields) -> None:
+    """Adds the tensors of llama.py that a checkpoint holds in another form; each is computed when it is read."""
+
+    def add(suffix: str, compute: Callable[..., np.ndarray], *inputs: str) -> None:
+        """Where tensors end in `inputs`, the one that ends in `suffix` instead."""
+        for name in [name for name in tensors if name.endswith(inputs[0])]:
+            stem = name.removesuffix(inputs[0])
+            tensors[stem + suffix] = functools.partial(_computed, compute, [tensors[stem + each] for each in inputs])
+
+    block = Fields(fields.get("quantization_config", {})).get("weight_block_size", [128, 128])
+    add("", _unpacked, "_blocks", "_scales")
+    add(".weight", functools.partial(_widened, block=block), ".weight_scale_inv", ".weight")
+    add(".experts.gate_up_proj", _turned, ".experts.gate_up_proj")
+    _stack_experts(tensors)
+    for i, part in enumerate(("k", "v")):
+        of_each_head = functools.partial(_of_each_head, config=config, part=i)
+        add(f".{part}_b_proj.weight", of_each_head, ".kv_b_proj.weight")
+
+
+def _computed(compute: Callable[..., np.ndarray], inputs: list[Callable[[], np.ndarray]]) -> np.ndarray:
+    return compute(*(read() for read in inputs))
+
+
+def _unpacked(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Experts [experts, in, out] in float32, of MXFP4: numbers of four bits, each 32 of them with an exponent.
 
     The blocks are uint8 [experts, out, in / 32, 16], the number in a byte's lower bits first, the scales uint8
     [experts, out, in / 32].
     """
-    blocks, scales = read_blocks(), read_scales().view(jnp.float8_e8m0fnu).astype(np.float32)
     numbers = np.stack([blocks & 15, blocks >> 4], axis=-1).view(jnp.float4_e2m1fn).astype(np.float32)
-    numbers = numbers.reshape(*scales.shape, 32) * scales[..., None]
+    numbers = numbers.reshape(*scales.shape, 32) * scales.view(jnp.float8_e8m0fnu).astype(np.float32)[..., None]
     return numbers.reshape(*scales.shape[:2], -1).swapaxes(1, 2)
 
 
-def _widened(
-    read_weight: Callable[[], np.ndarray], read_factors: Callable[[], np.ndarray], block: list[int]
-) -> np.ndarray:
+def _widened(factors: np.ndarray, weight: np.ndarray, *, block: list[int]) -> np.ndarray:
     """A weight [out, in] in float32, of float8 with a factor for each block; the last blocks may be cut off."""
-    weight, factors = read_weight().astype(np.float32), read_factors().astype(np.float32)
     rows, columns = (np.arange(size) // of_block for size, of_block in zip(weight.shape, block, strict=True))
-    return weight * factors[rows[:, None], columns]
+    return weight.astype(np.float32) * factors.astype(np.float32)[rows[:, None], columns]
 
 
-def _turned(read: Callable[[], np.ndarray]) -> np.ndarray:
-    """Experts [experts, out, in] of [experts, in, out]."""
-    return read().swapaxes(1, 2)
+def _turned(experts: np.ndarray) -> np.ndarray:
+    return experts.swapaxes(1, 2)
 
 
 def _stack_experts(tensors: Tensors) -> None:
-    """Adds [experts, hidden features, features] of all experts of a layer that stand one by one, gate before up."""
+    """Adds [experts, hidden features, features] of experts that a checkpoint stores one by one, gate before up."""
     counts: dict[str, int] = {}
     for name in tensors:
         if match := re.fullmatch(r"(.+\.experts)\.(\d{1,5})\.down_proj\.weight", name):
             counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
     for stem, count in counts.items():
-        for stacked, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
-            names = [[f"{stem}.{i}.{part}.weight" for part in parts] for i in range(count)]
-            read = functools.partial(_stacked, tensors, names)
-            tensors[f"{stem}.{stacked}"] = functools.partial(_turned, read) if stacked == "down_proj" else read
+        read = functools.partial(_stacked, tensors, stem, count)
+        tensors[f"{stem}.gate_up_proj"] = functools.partial(read, "gate_proj", "up_proj")
+        tensors[f"{stem}.down_proj"] = functools.partial(_computed, _turned, [functools.partial(read, "down_proj")])
 
 
-def _stacked(tensors: Tensors, names: list[list[str]]) -> np.ndarray:
-    return np.stack([np.concatenate([tensors[name]() for name in parts]) for parts in names])
+def _stacked(tensors: Tensors, stem: str, count: int, *parts: str) -> np.ndarray:
+    names = [[f"{stem}.{i}.{part}.weight" for part in parts] for i in range(count)]
+    return np.stack([np.concatenate([tensors[name]() for name in of_expert]) for of_expert in names])
 
 
-def _part_latents(tensors: Tensors, config: LlamaConfig) -> None:
-    """Adds what makes the keys and what makes the values of a latent, which stand in one tensor, head by head."""
-    for name in [name for name in tensors if name.endswith(".kv_b_proj.weight")]:
-        for i, part in enumerate(("k_b_proj", "v_b_proj")):
-            tensors[name.replace("kv_b_proj", part)] = functools.partial(_of_each_head, tensors[name], config, i)
-
-
-def _of_each_head(read: Callable[[], np.ndarray], config: LlamaConfig, part: int) -> np.ndarray:
-    both = read()
+def _of_each_head(both: np.ndarray, *, config: LlamaConfig, part: int) -> np.ndarray:
+    """The projection to keys (part 0) or values (1). A checkpoint stores both in one tensor, head by head."""
     by_head = both.reshape(config.num_heads, -1, both.shape[-1])
     return np.split(by_head, [config.head_dim], axis=1)[part].reshape(-1, both.shape[-1])
 

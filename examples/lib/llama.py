@@ -1,7 +1,9 @@
 """A Llama in Flax NNX on modules of `jaxpaged.nnx`, and by its config a Mistral, Qwen, Gemma, gpt-oss or DeepSeek."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,36 +13,13 @@ from jax.typing import DTypeLike
 import jaxpaged
 import jaxpaged.nnx
 from lib.llama_config import LlamaConfig
-from lib.routed_experts import RoutedExperts
-
-
-def sum_over(axis: str | None, x: jax.Array) -> jax.Array:
-    return x if axis is None else jax.lax.psum(x, axis)
-
-
-class Linear(nnx.Module):
-    """x W^T + b, the weight [out, in] as checkpoints hold it.
-
-    nnx.Linear holds it transposed. With the few rows of x in a decode step, XLA on a CPU reads it in this order about
-    twice as fast (2 cores, float32, 1536 -> 576: 35 against 14 GB/s for 1 row, 15 against 8 for 8 rows).
-    """
-
-    def __init__(
-        self, features_in: int, features_out: int, *, use_bias: bool = False, dtype: DTypeLike, rngs: nnx.Rngs
-    ):
-        initialize = nnx.initializers.lecun_normal(in_axis=1, out_axis=0)
-        self.weight = nnx.Param(initialize(rngs.params(), (features_out, features_in), dtype))
-        self.bias = nnx.Param(jnp.zeros(features_out, dtype)) if use_bias else None
-
-    def __call__(self, x: jax.Array) -> jax.Array:  # [..., in] -> [..., out]
-        y = jnp.einsum("oi,...i->...o", self.weight[...], x)
-        return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)
+from lib.mlp import Linear, create_mlp, sum_over
 
 
 class RMSNorm(nnx.Module):
     """x / rms(x) in float32, then times a weight in x's dtype, as Hugging Face computes it.
 
-    nnx.RMSNorm multiplies by the weight before it rounds, for which XLA on a GPU takes two kernels instead of one. With
+    nnx.RMSNorm multiplies by the weight before it rounds, which costs XLA two kernels on a GPU instead of one. With
     `norm_plus_one` this one does too, because weight + 1 would lose bits in a narrow dtype.
     """
 
@@ -58,86 +37,34 @@ class RMSNorm(nnx.Module):
         return wide.astype(x.dtype) * scale
 
 
-class MLP(nnx.Module):
-    def __init__(
-        self, config: LlamaConfig, hidden_features: int, *, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs
-    ):
-        def linear(features_in: int, features_out: int) -> Linear:
-            return Linear(features_in, features_out, use_bias=config.mlp_bias, dtype=dtype, rngs=rngs)
-
-        self.gate_up_proj = linear(config.features, 2 * hidden_features)
-        self.down_proj = linear(hidden_features, config.features)
-        self.activation = nnx.silu if config.activation == "silu" else nnx.gelu
-        self.axis = axis
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        return sum_over(self.axis, self.down_proj(self.activation(gate) * up))
-
-
-class Experts(nnx.Module):
-    """The experts of gpt-oss: gate and up alternate, and both are clipped.
-
-    What `routed_experts.Experts` says of its work and weights holds here too.
-    """
-
-    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        experts, features, hidden = config.num_experts, config.features, config.hidden_features
-        up = nnx.initializers.lecun_normal(in_axis=2, out_axis=1, batch_axis=0)
-        down = nnx.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
-        self.gate_up_proj = nnx.Param(up(rngs.params(), (experts, 2 * hidden, features), dtype))
-        self.gate_up_proj_bias = nnx.Param(jnp.zeros((experts, 2 * hidden), dtype))
-        self.down_proj = nnx.Param(down(rngs.params(), (experts, hidden, features), dtype))
-        self.down_proj_bias = nnx.Param(jnp.zeros((experts, features), dtype))
-        self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
-
-    def __call__(self, x: jax.Array, shares: jax.Array) -> jax.Array:  # [..., features], [..., experts]
-        gate_up = jnp.einsum("...f,ehf->...eh", x, self.gate_up_proj[...])
-        gate_up += jnp.broadcast_to(self.gate_up_proj_bias[...], gate_up.shape)
-        gate = jnp.minimum(gate_up[..., 0::2], self.limit)
-        up = jnp.clip(gate_up[..., 1::2], -self.limit, self.limit)
-        hidden = gate * nnx.sigmoid(self.alpha * gate) * (up + 1) * shares[..., None]
-        out = jnp.einsum("...eh,ehf->...f", hidden, self.down_proj[...])
-        return out + jnp.einsum("...e,ef->...f", shares, self.down_proj_bias[...])
-
-
-class MixtureOfExperts(nnx.Module):
-    """The sum of the `experts_per_token` experts with the largest logits, weighted with their softmax."""
-
-    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.router = Linear(config.features, config.num_experts, use_bias=True, dtype=dtype, rngs=rngs)
-        self.experts = Experts(config, dtype=dtype, rngs=rngs)
-        self.experts_per_token = config.experts_per_token
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        logits = self.router(x)
-        largest, chosen = jax.lax.top_k(logits, self.experts_per_token)
-        is_chosen = jax.nn.one_hot(chosen, logits.shape[-1], dtype=x.dtype)
-        return self.experts(x, jnp.einsum("...k,...ke->...e", nnx.softmax(largest), is_chosen))
-
-
 Attention = jaxpaged.nnx.PagedAttention | jaxpaged.nnx.LatentAttention
 
 
-def _attention(config: LlamaConfig, i: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> jaxpaged.nnx.PagedAttention:
-    window = None if config.windows is None else config.windows[i]
-    frequencies = config.rotary_frequencies
-    if window is not None and config.window_frequencies is not None:
-        frequencies = config.window_frequencies
-    settings = jaxpaged.AttentionSettings(
+def create_attention(config: LlamaConfig, i: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> Attention:
+    """The attention of layer i."""
+    common: dict[str, Any] = dict(
         num_heads=config.num_heads,
+        rotary_frequencies=config.rotary_frequencies,
+        scale=config.scale,
+        use_bias=config.attention_bias,
+        dtype=dtype,
+        param_dtype=dtype,
+    )
+    if config.latent is not None:
+        sizes = dataclasses.asdict(config.latent) | dict(qk_nope_head_dim=config.head_dim)
+        return jaxpaged.nnx.LatentAttention(config.features, jaxpaged.LatentSettings(**sizes, **common), rngs=rngs)
+    window = None if config.windows is None else config.windows[i]
+    if window is not None and config.window_frequencies is not None:
+        common["rotary_frequencies"] = config.window_frequencies
+    settings = jaxpaged.AttentionSettings(
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        rotary_frequencies=frequencies,
-        use_bias=config.attention_bias,
         use_output_bias=config.output_bias,
         norm_epsilon=config.norm_epsilon if config.use_qk_norm else None,
         use_sinks=config.use_sinks,
-        scale=config.scale,
         sliding_window=window,
         logits_soft_cap=config.logits_soft_cap,
-        dtype=dtype,
-        param_dtype=dtype,
+        **common,
     )
     attention = jaxpaged.nnx.PagedAttention(config.features, settings, rngs=rngs)
     if config.use_qk_norm:  # RMSNorm of this file instead of nnx.RMSNorm
@@ -146,46 +73,18 @@ def _attention(config: LlamaConfig, i: int, *, dtype: DTypeLike, rngs: nnx.Rngs)
     return attention
 
 
-def _latent_attention(config: LlamaConfig, i: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> jaxpaged.nnx.LatentAttention:
-    assert config.latent is not None
-    settings = jaxpaged.LatentSettings(
-        **dataclasses.asdict(config.latent),
-        num_heads=config.num_heads,
-        qk_nope_head_dim=config.head_dim,
-        rotary_frequencies=config.rotary_frequencies,
-        scale=config.scale,
-        use_bias=config.attention_bias,
-        dtype=dtype,
-        param_dtype=dtype,
-    )
-    return jaxpaged.nnx.LatentAttention(config.features, settings, rngs=rngs)
-
-
-def _mlp(config: LlamaConfig, i: int, *, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Module:
-    if config.num_experts:
-        return MixtureOfExperts(config, dtype=dtype, rngs=rngs)
-    routing = config.routing
-    if routing is None or i < routing.first_layer:
-        return MLP(config, config.hidden_features, axis=axis, dtype=dtype, rngs=rngs)
-    shared = MLP(config, routing.shared_features, axis=axis, dtype=dtype, rngs=rngs)
-    return RoutedExperts(routing, config.features, shared, axis=axis, dtype=dtype, rngs=rngs)
-
-
 class Layer(nnx.Module):
-    def __init__(self, config: LlamaConfig, i: int, *, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs):
-        def norm(features: int) -> RMSNorm:
-            return RMSNorm(features, config, dtype=dtype)
-
-        self.input_layernorm = norm(config.features)
-        make_attention = _latent_attention if config.latent is not None else _attention
-        self.self_attn: Attention = make_attention(config, i, dtype=dtype, rngs=rngs)
-        self.post_attention_layernorm = norm(config.features)
+    def __init__(self, config: LlamaConfig, i: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        norm = functools.partial(RMSNorm, config.features, config, dtype=dtype)
+        self.input_layernorm = norm()
+        self.self_attn = create_attention(config, i, dtype=dtype, rngs=rngs)
+        self.post_attention_layernorm = norm()
         if config.use_post_norms:
-            self.pre_feedforward_layernorm = norm(config.features)
-            self.post_feedforward_layernorm = norm(config.features)
+            self.pre_feedforward_layernorm = norm()
+            self.post_feedforward_layernorm = norm()
         self.use_post_norms = config.use_post_norms
-        self.mlp = _mlp(config, i, axis=axis, dtype=dtype, rngs=rngs)
-        self.axis = axis
+        self.mlp = create_mlp(config, i, dtype=dtype, rngs=rngs)
+        self.axis = config.axis
 
     def __call__(
         self, x: jax.Array, cache: jaxpaged.KVCache, step: jaxpaged.AttentionStep
@@ -202,17 +101,17 @@ class Layer(nnx.Module):
 class Llama(nnx.Module):
     """Parameters are named as in a Hugging Face checkpoint, except for two fused projections in each layer.
 
-    Fewer and larger products read the weights of a decode step faster; `fused_parts` lists them.
+    Fewer and larger products read the weights of a decode step faster; `parts_of` lists them.
 
-    With an `axis`, it is one device's shard of a model over this mesh axis, for use inside `jax.shard_map`:
-    `tensor_parallel.py` shards the config and the weights.
+    If the config has an `axis`, it is one device's shard, for use inside `jax.shard_map`: `tensor_parallel.py` shards
+    the config and the weights.
     """
 
-    def __init__(self, config: LlamaConfig, *, axis: str | None = None, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
-        self.axis = axis
+    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        self.axis = config.axis
         self.embed_tokens = nnx.Embed(config.vocab_size, config.features, dtype=dtype, param_dtype=dtype, rngs=rngs)
         self.embedding_scale = config.embedding_scale
-        self.layers = nnx.List([Layer(config, i, axis=axis, dtype=dtype, rngs=rngs) for i in range(config.num_layers)])
+        self.layers = nnx.List([Layer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_layers)])
         self.norm = RMSNorm(config.features, config, dtype=dtype)
         self.final_soft_cap = config.final_soft_cap
         self.lm_head = (
@@ -225,7 +124,7 @@ class Llama(nnx.Module):
         caches: Sequence[jaxpaged.KVCache],  # one a layer
         step: jaxpaged.AttentionStep,
     ) -> tuple[tuple[jaxpaged.KVCache, ...], jax.Array]:
-        """The new caches and the last layer's output, [..., features], of which `logits` is the head."""
+        """The new caches and the last layer's output, [..., features]; `logits` applies the head."""
         x = self.embed(tokens)
         new_caches = []
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -247,15 +146,12 @@ class Llama(nnx.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """[..., features]."""
-        x = self._rows(tokens)
-        return x if self.embedding_scale == 1 else x * jnp.asarray(self.embedding_scale, x.dtype)
-
-    def _rows(self, tokens: jax.Array) -> jax.Array:
-        """On several devices, each has some rows, and gives zeros for the tokens of the others."""
         if self.axis is None:
-            return self.embed_tokens(tokens)
-        num_rows = self.embed_tokens.num_embeddings
-        rows = tokens - jax.lax.axis_index(self.axis) * num_rows
-        own = self.embed_tokens(jnp.clip(rows, 0, num_rows - 1))
-        is_own = ((rows >= 0) & (rows < num_rows))[..., None]
-        return jax.lax.psum(jnp.where(is_own, own, jnp.zeros_like(own)), self.axis)
+            x = self.embed_tokens(tokens)
+        else:  # each device has some rows, and gives zeros for the tokens of the others
+            num_rows = self.embed_tokens.num_embeddings
+            rows = tokens - jax.lax.axis_index(self.axis) * num_rows
+            own = self.embed_tokens(jnp.clip(rows, 0, num_rows - 1))
+            is_own = ((rows >= 0) & (rows < num_rows))[..., None]
+            x = jax.lax.psum(jnp.where(is_own, own, jnp.zeros_like(own)), self.axis)
+        return x if self.embedding_scale == 1 else x * jnp.asarray(self.embedding_scale, x.dtype)

@@ -1,14 +1,12 @@
-"""What distinguishes the models of llama.py: sizes, and the options of each family."""
+"""The configuration of a model in llama.py: its sizes, and the options of its family."""
 
 import dataclasses
 from typing import Any, Literal
 
-from lib.routed_experts import Routing
-
 
 @dataclasses.dataclass(frozen=True)
 class LatentConfig:
-    """Of multi-head latent attention; `head_dim` of the model is then qk_nope_head_dim. The names are DeepSeek's."""
+    """Multi-head latent attention; the model's `head_dim` is then qk_nope_head_dim. The names are DeepSeek's."""
 
     kv_lora_rank: int
     qk_rope_head_dim: int
@@ -19,59 +17,78 @@ class LatentConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Routing:
+    """DeepSeek's mixture of experts."""
+
+    num_experts: int
+    experts_per_token: int
+    hidden_features: int  # in each expert
+    shared_features: int  # hidden ones, of all shared experts
+    first_layer: int  # the layers before it have an MLP
+    scoring: Literal["softmax", "sigmoid"]
+    has_bias: bool  # whether a bias is added to the scores to choose by, but not to the shares
+    num_groups: int  # the experts are grouped; a token uses only the best `groups_per_token` groups
+    groups_per_token: int
+    normalise: bool  # whether the shares of a token add up to `scaling`
+    scaling: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Clipped:
+    """gpt-oss's experts, which have biases, alternate gate and up, and clip both."""
+
+    alpha: float
+    limit: float
+
+
+@dataclasses.dataclass(frozen=True)
 class LlamaConfig:
     """The defaults are Llama's; `families.py` reads which family has what."""
 
     vocab_size: int
     context: int  # the most tokens of a sequence, prompt and continuation
     features: int
-    hidden_features: int  # of the MLP, or of each expert
+    hidden_features: int  # in the MLP, or in each expert
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     norm_epsilon: float
     rotary_frequencies: tuple[float, ...]
-    attention_bias: bool = False  # of q, k and v
-    output_bias: bool = False  # of attention's output
+    attention_bias: bool = False  # for q, k and v
+    output_bias: bool = False  # in the output projection of attention
     mlp_bias: bool = False
     tie_embeddings: bool = True
     windows: tuple[int | None, ...] | None = None  # each layer's sliding window in tokens; None: no layer has one
     window_frequencies: tuple[float, ...] | None = None  # rotary, of layers with a window; None: as in the others
-    scale: float | None = None  # of attention's logits; None: head_dim ** -0.5
-    logits_soft_cap: float | None = None  # of attention's logits
-    final_soft_cap: float | None = None  # of the model's logits
+    scale: float | None = None  # the factor of attention's logits; None: head_dim ** -0.5
+    logits_soft_cap: float | None = None  # for attention's logits
+    final_soft_cap: float | None = None  # for the model's logits
     use_sinks: bool = False
-    use_qk_norm: bool = False  # of each head of q and k
-    use_post_norms: bool = False  # of the outputs of attention and the MLP, as well as of their inputs
+    use_qk_norm: bool = False  # a norm for each head of q and k
+    use_post_norms: bool = False  # norms after attention and the MLP, as well as before them
     norm_plus_one: bool = False  # whether a norm multiplies by its weight + 1
-    activation: Literal["silu", "gelu"] = "silu"  # of the MLP; "gelu" is the approximation with tanh
+    activation: Literal["silu", "gelu"] = "silu"  # "gelu" is the approximation with tanh
     embedding_scale: float = 1.0
     num_experts: int = 0  # 0: an MLP
     experts_per_token: int = 0
-    swiglu_alpha: float = 1.702  # of the experts, as is the next
-    swiglu_limit: float = 7.0
+    clipped: Clipped | None = None  # gpt-oss's form of experts
     latent: LatentConfig | None = None  # DeepSeek's attention, and
     routing: Routing | None = None  # its experts
+    axis: str | None = None  # the mesh axis, if the model is one device's shard
 
     @property
     def cache_sizes(self) -> dict[str, Any]:
-        """Of a layer's cache, as `jaxpaged.KVCache.create` takes them."""
+        """The sizes of a layer's cache: arguments of `jaxpaged.KVCache.create`."""
         if self.latent is None:
             return dict(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
         width = self.latent.kv_lora_rank + self.latent.qk_rope_head_dim
         return dict(num_kv_heads=1, head_dim=width, value_dim=self.latent.kv_lora_rank, is_latent=True)
 
 
-def fused_parts(config: LlamaConfig) -> dict[str, dict[str, int]]:
-    """The projections that the model fuses: their names in a checkpoint and their widths, by the fused name.
-
-    A checkpoint holds each part `[outputs, features]`. Concatenated, they are
-        qkv_proj      [(num_heads + 2 * num_kv_heads) * head_dim, features], here transposed, as nnx.Linear holds it
-        gate_up_proj  [2 * hidden_features, features]; of shared experts with hidden features of their own
-    """
-    kv_outputs = config.num_kv_heads * config.head_dim
-    return {
-        "qkv_proj": {"q_proj": config.num_heads * config.head_dim, "k_proj": kv_outputs, "v_proj": kv_outputs},
-        "gate_up_proj": {"gate_proj": config.hidden_features, "up_proj": config.hidden_features},
-    }
+def parts_of(name: str, outputs: int, config: LlamaConfig) -> dict[str, int]:
+    """The outputs of each projection that a module fuses, by its name in a checkpoint; of others, of itself."""
+    if name == "qkv_proj":
+        of_kv = config.num_kv_heads * config.head_dim
+        return {"q_proj": outputs - 2 * of_kv, "k_proj": of_kv, "v_proj": of_kv}
+    return dict.fromkeys(("gate_proj", "up_proj"), outputs // 2) if name == "gate_up_proj" else {name: outputs}

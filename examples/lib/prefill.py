@@ -57,7 +57,7 @@ def write_prompts(
     allocator, _, ok = allocator.append(num_tokens, q_len=longest)
     # The model sees only the prompts' rows, so other rows cost nothing.
     rows = dataclasses.replace(allocator, block_tables=allocator.block_tables[seqs], lengths=allocator.lengths[seqs])
-    starts = jnp.pad(jnp.cumsum(num_new, dtype=jnp.int32), (1, 0))  # of each prompt's new tokens, all packed
+    starts = jnp.pad(jnp.cumsum(num_new, dtype=jnp.int32), (1, 0))  # each prompt's place in the packed tokens
 
     def one_chunk(i: jax.Array, carry: tuple[Caches, jax.Array]) -> tuple[Caches, jax.Array]:
         caches, logits = carry

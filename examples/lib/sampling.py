@@ -26,7 +26,7 @@ def sample(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
             best_first = jnp.where(rank < min(sampling.top_k, logits.shape[-1]), best_first, -jnp.inf)
         probabilities = jax.nn.softmax(best_first, axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        kept = (before < max(sampling.top_p, 1e-30)) & (probabilities > 0)  # float32 takes 1e-46 for 0
+        kept = (before < max(sampling.top_p, 1e-30)) & (probabilities > 0)  # float32 rounds 1e-46 to 0
         least = jnp.where(kept, best_first, jnp.inf).min(axis=-1, keepdims=True)
         logits = jnp.where(logits >= least, logits, -jnp.inf)
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)

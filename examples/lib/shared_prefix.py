@@ -1,29 +1,11 @@
 """A prefix of all prompts of a batch, computed once and found by each prompt in the prefix cache."""
 
-import dataclasses
-import secrets
-
 import jax
 import jax.numpy as jnp
 
 import jaxpaged
 from lib.llama import Llama
-from lib.prefill import Caches, Prompts, pad_prompts, write_prompts
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Prefix:
-    tokens: Prompts  # one row
-    cache: jaxpaged.PrefixCache  # an empty one, created outside of jit: its secret is an argument, not a constant
-
-    @classmethod
-    def create(cls, tokens: list[int], allocator: jaxpaged.BlockAllocator) -> "Prefix":
-        secret = secrets.randbits(128)
-        cache = jaxpaged.PrefixCache.create(
-            num_blocks=allocator.num_blocks, block_size=allocator.block_size, secret=secret
-        )
-        return cls(pad_prompts([tokens]), cache)
+from lib.prefill import Caches, Prompts, write_prompts
 
 
 def common_prefix(prompts: list[list[int]], block_size: int) -> list[int]:
@@ -40,17 +22,22 @@ def num_saved_blocks(prompts: list[list[int]], prefix: list[int], block_size: in
 
 
 def share_prefix(
-    model: Llama, caches: Caches, allocator: jaxpaged.BlockAllocator, prefix: Prefix, prompts: Prompts
+    model: Llama,
+    caches: Caches,
+    allocator: jaxpaged.BlockAllocator,
+    prefix: Prompts,  # one row, which all prompts begin with
+    prompts: Prompts,
 ) -> tuple[Caches, jaxpaged.BlockAllocator, jax.Array]:
     """Begins each prompt's row with the prefix's blocks, inside the caller's jit.
 
     Returns the new caches and allocator, and how many tokens of each prompt are in the cache, int32 [prompts].
     """
     # 1. The prefix is written in the first row, which is then freed. Its blocks can be found until they are reused.
-    caches, allocator, _, _ = write_prompts(model, caches, allocator, prefix.tokens)
-    num_seqs, num_tokens = allocator.lengths.shape[0], prefix.tokens.rows.shape[1]
-    rows = jnp.zeros((num_seqs, num_tokens), jnp.int32).at[:1].set(prefix.tokens.rows)
-    prefix_cache, allocator = prefix.cache.insert(allocator, rows)
+    caches, allocator, _, _ = write_prompts(model, caches, allocator, prefix)
+    rows = jnp.pad(prefix.rows, ((0, len(allocator.lengths) - 1), (0, 0)))
+    # One user's batch needs no secret.
+    prefix_cache = jaxpaged.PrefixCache.create(num_blocks=allocator.num_blocks, block_size=allocator.block_size)
+    prefix_cache, allocator = prefix_cache.insert(allocator, rows)
     allocator = allocator.free(allocator.lengths > 0)
 
     # 2. One lookup for the whole batch.

@@ -19,16 +19,13 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpaged
 from lib.llama import Llama
-from lib.llama_config import LlamaConfig, fused_parts
+from lib.llama_config import LlamaConfig, parts_of
 
 AXIS = "devices"
 CACHE = P(None, None, AXIS)  # [blocks, block_size, kv_heads, ...]; a latent, which all heads read, is on every device
-BY_OUTPUTS = ("qkv_proj", "gate_up_proj", "embed_tokens", "lm_head", "q_proj", "q_b_proj", "k_b_proj", "v_b_proj")
-BY_INPUTS = ("o_proj", "down_proj")
 # Arguments of `prefill` and `decode` in generation.py that are not arrays.
 STATIC = ("graph", "eos_ids", "sampling", "share_reads")
-
-
+# Sizes of the model and its experts that are divided by the number of devices.
 SHARDED = ("num_heads", "num_kv_heads", "hidden_features", "vocab_size")
 SHARDED_OF_EXPERTS = ("hidden_features", "shared_features")
 
@@ -47,7 +44,7 @@ def make_mesh(num_devices: int) -> Mesh:
 
 def repeated_kv_heads(config: LlamaConfig, num_devices: int) -> LlamaConfig:
     """The config of the same model with at least one KV head for each device. Raises `DevicesError`."""
-    if num_devices % config.num_kv_heads == 0:  # of a latent model never read
+    if num_devices % config.num_kv_heads == 0:  # latent models never read it
         config = dataclasses.replace(config, num_kv_heads=num_devices)
     if config.num_experts:
         raise DevicesError("The model is a gpt-oss, whose experts do not go over several devices here.")
@@ -68,14 +65,15 @@ def shard_model(model: Llama, config: LlamaConfig, mesh: Mesh) -> Llama:
     """The model as one device sees it, with the weights sharded over all. The given model may be on a CPU."""
     num_devices = mesh.size
     repeated = repeated_kv_heads(config, num_devices)
-    own = _sharded(repeated, SHARDED, num_devices)
+    own = dataclasses.replace(_sharded(repeated, SHARDED, num_devices), axis=AXIS)
     if own.routing is not None:
         own = dataclasses.replace(own, routing=_sharded(own.routing, SHARDED_OF_EXPERTS, num_devices))
     dtype = model.embed_tokens.embedding.dtype
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Llama(own, axis=AXIS, dtype=dtype, rngs=nnx.Rngs(0))))
+    graph, shard = nnx.split(nnx.eval_shape(lambda: Llama(own, dtype=dtype, rngs=nnx.Rngs(0))))
     cut = functools.partial(_cut, config=config, repeats=repeated.num_kv_heads // config.num_kv_heads, mesh=mesh)
-    leaves = nnx.to_flat_state(nnx.state(model))
-    return nnx.merge(graph, nnx.from_flat_state([(path, leaf.replace(cut(path, leaf[...]))) for path, leaf in leaves]))
+    pairs = zip(nnx.to_flat_state(nnx.state(model)), nnx.to_flat_state(shard), strict=True)
+    leaves = [(path, leaf.replace(cut(path, leaf[...], part.shape))) for (path, leaf), (_, part) in pairs]
+    return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
 def spread(load: Callable[[], Llama], config: LlamaConfig, num_devices: int) -> tuple[Llama, LlamaConfig, Mesh | None]:
@@ -91,25 +89,21 @@ def spread(load: Callable[[], Llama], config: LlamaConfig, num_devices: int) -> 
     return model, repeated_kv_heads(config, num_devices), mesh
 
 
-def _cut(path: tuple, weight: jax.Array, *, config: LlamaConfig, repeats: int, mesh: Mesh) -> jax.Array:
+def _cut(
+    path: tuple, weight: jax.Array, shape: tuple[int, ...], *, config: LlamaConfig, repeats: int, mesh: Mesh
+) -> jax.Array:
+    """The weight over the mesh, sharded along the axis in which each device's `shape` differs from its own."""
     *_, module, kind = map(str, path)
     array = np.asarray(weight)
-    outputs = 1 if kind == "kernel" else 0  # the axis: an nnx.Linear holds [in, out], all others [out, in]
-    if module == "experts":  # [experts, hidden features, features]
-        module, outputs = kind, 1
-    axis = None
-    if module in BY_OUTPUTS or kind == "sinks":
-        axis = outputs
-    elif module in BY_INPUTS and kind != "bias":
-        axis = 1 if array.ndim == 3 else 1 - outputs
-    elif module in BY_INPUTS:
-        array = (array / mesh.size).astype(array.dtype)  # each device adds its own
-    parts = fused_parts(config).get(module)
-    if module == "gate_up_proj":  # of any width
-        parts = dict.fromkeys(("gate_proj", "up_proj"), array.shape[outputs] // 2)
-    if parts is not None:
-        array = _interleave(array, outputs, parts, config.head_dim, repeats, mesh.size)
-    return jax.device_put(array, NamedSharding(mesh, P() if axis is None else P(*[None] * axis, AXIS)))
+    axis = next((i for i, (size, own) in enumerate(zip(array.shape, shape, strict=True)) if size != own), None)
+    if axis is None:
+        if module in ("o_proj", "down_proj"):  # a bias, which each device adds
+            array = (array / mesh.size).astype(array.dtype)
+        return jax.device_put(array, NamedSharding(mesh, P()))
+    parts = parts_of(kind if module == "experts" else module, array.shape[axis], config)
+    if len(parts) > 1:
+        array = _interleave(array, axis, parts, config.head_dim, repeats, mesh.size)
+    return jax.device_put(array, NamedSharding(mesh, P(*[None] * axis, AXIS)))
 
 
 def _interleave(
@@ -144,15 +138,13 @@ def replicate(mesh: Mesh, tree: Any) -> Any:
 def on_mesh(mesh: Mesh, program: Any) -> Any:
     """`prefill` or `decode` of generation.py on all devices; the arrays' types say how each is sharded."""
     names = tuple(inspect.signature(program).parameters)
-    static = tuple(i for i, name in enumerate(names) if name in STATIC)
 
-    @functools.partial(jax.jit, static_argnums=static, donate_argnums=names.index("state"))
+    @functools.wraps(program.__wrapped__)
     def run(*arguments: Any) -> Any:
-        given = dict(zip(names, arguments, strict=True))
-        arrays = {name: value for name, value in given.items() if name not in STATIC}
-        settings = {name: value for name, value in given.items() if name in STATIC}
-        specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, given["state"])
+        arrays = dict(zip(names, arguments, strict=True))
+        settings = {name: arrays.pop(name) for name in STATIC if name in names}
+        specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, arrays["state"])
         of_one_device = lambda arrays: program.__wrapped__(**arrays, **settings)  # noqa: E731
         return jax.shard_map(of_one_device, mesh=mesh, out_specs=specs, check_vma=False)(arrays)
 
-    return run
+    return jax.jit(run, static_argnames=[name for name in STATIC if name in names], donate_argnames="state")

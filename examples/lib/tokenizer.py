@@ -38,14 +38,7 @@ class Tokenizer:
         return self.encode_conversations(conversations, allow_control_tokens=allow_control_tokens)
 
     def encode_conversations(
-        self,
-        conversations: Sequence[Conversation],
-        *,
-        allow_control_tokens: bool = False,
-        tools: list[dict[str, Any]] | None = None,
-        documents: list[dict[str, Any]] | None = None,
-        continue_final_message: bool = False,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        self, conversations: Sequence[Conversation], *, allow_control_tokens: bool = False, **options: Any
     ) -> list[list[int]]:
         """The ids of each conversation, up to where the answer begins.
 
@@ -54,8 +47,7 @@ class Tokenizer:
 
         Args:
             conversations: messages may have any fields.
-            continue_final_message: the answer continues the last message.
-            chat_template_kwargs: more variables for the template.
+            options: more arguments of `ChatTemplate.render`.
 
         Raises:
             ChatTemplateError: the template refuses the conversation, or fails.
@@ -63,14 +55,7 @@ class Tokenizer:
         """
         if self._renderer is None:
             raise ChatTemplateError("This checkpoint has no chat template; leave --chat out.")
-        texts = self._renderer.render(
-            conversations,
-            tools=tools,
-            documents=documents,
-            continue_final_message=continue_final_message,
-            chat_template_kwargs=chat_template_kwargs or {},
-            allow_control_tokens=allow_control_tokens,
-        )
+        texts = self._renderer.render(conversations, allow_control_tokens=allow_control_tokens, **options)
         return [self._encode_marked(text) for text in texts]
 
     def decode(self, ids: Sequence[int], *, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> str:
@@ -80,8 +65,7 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to a text: with its leading space, and also if it is a part of a character."""
-        within, _ = self.bytes_of(token_id)
-        return within
+        return self.bytes_of(token_id)[0]
 
     def token_text(self, token_id: int) -> str:
         """The token as OpenAI's logprobs show it: its text, or `bytes:\\xe2\\x96` for a part of a character."""

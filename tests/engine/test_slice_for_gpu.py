@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,8 @@ from jaxpaged._scheduler.records import Sampling
 from jaxpaged._slice.model import Setup, apply_model
 from jaxpaged._slice.run_slice import run_slice
 from jaxpaged._slice.sampling import sample
-from lib import llama, routed_experts
+from lib.llama_config import Clipped
+from lib.mlp import Experts
 from tests import toy_model
 from tests.compiled import instructions
 from tests.kernels import resources
@@ -105,12 +105,8 @@ def compiled_module(make, *arguments):
 
 def experts():
     """Those of gpt-oss and of DeepSeek."""
-    sizes = dict(num_experts=EXPERTS, hidden_features=HIDDEN)
-    gpt_oss = SimpleNamespace(**sizes, features=FEATURES, swiglu_alpha=1.7, swiglu_limit=7.0)
-    makes = (
-        functools.partial(llama.Experts, gpt_oss, dtype=jnp.bfloat16),
-        functools.partial(routed_experts.Experts, SimpleNamespace(**sizes), FEATURES, dtype=jnp.bfloat16),
-    )
+    make = functools.partial(Experts, EXPERTS, FEATURES, HIDDEN, dtype=jnp.bfloat16)
+    makes = functools.partial(make, clipped=Clipped(alpha=1.7, limit=7.0)), make
     arguments = jnp.zeros((ROWS, FEATURES), jnp.bfloat16), jnp.zeros((ROWS, EXPERTS), jnp.bfloat16)
     return "\n".join(compiled_module(make, *arguments) for make in makes)
 

@@ -1,3 +1,4 @@
+import json
 import threading
 from types import SimpleNamespace
 
@@ -15,6 +16,36 @@ def tiny(tmp_path_factory):
     read = read_checkpoint(path)
     model = load_model(read, "float32")
     return SimpleNamespace(path=path, tensors=tensors, config=read.config, tokenizer=read.tokenizer, model=model)
+
+
+@pytest.fixture
+def run_generate(capsys):
+    """Runs examples/generate.py; returns the exit code, the JSON lines (without --json stdout) and stderr."""
+    import generate
+    from lib.command_line import exit_code
+
+    def call(*arguments, model, prompts, tokens=12, as_json=True):
+        command = ["--model", str(model), "--max-new-tokens", str(tokens), *map(str, arguments)]
+        code = exit_code(generate.main, command + [f"--prompt={prompt}" for prompt in prompts] + ["--json"] * as_json)
+        captured = capsys.readouterr()
+        return code, list(map(json.loads, captured.out.splitlines())) if as_json else captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def printed(tiny, monkeypatch, capsys):
+    """Runs a program with a result instead of the function that computes it; returns its lines on stdout, the prompts,
+    and the function's other arguments."""
+
+    def call(program, function, result, *options):
+        calls = []
+        monkeypatch.setattr(program, function, lambda *args, **named: calls.append((args, named)) or result)
+        program.main(["--model", str(tiny.path), *options])
+        [((_, _, prompts), named)] = calls
+        return capsys.readouterr().out.splitlines(), list(map(tiny.tokenizer.decode, prompts)), named
+
+    return call
 
 
 @pytest.fixture(scope="session")

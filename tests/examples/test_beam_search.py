@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import beam_search
-from lib.command_line import exit_code
 from lib.start import start
 from tests.examples.compiled_examples import read_compiled
 from tests.examples.tiny_checkpoint import EOS, greedy, next_logits
@@ -47,7 +46,7 @@ def search(tiny, prompts, width, **options):
 
 
 def frequent_tokens(tiny, prompts):
-    """Two that stand inside the best continuations, to be taken for eos."""
+    """Two tokens inside the best continuations, to use as eos."""
     best = plain_beam_search(tiny.tensors, prompts[0], 2, 0.0, ())
     return best[0][1][4], best[1][1][7]
 
@@ -92,33 +91,14 @@ def test_a_beam_that_finds_no_block_is_given_up_and_the_others_go_on(tiny, promp
     assert int(beams.allocator.num_held) == 0
 
 
-def test_what_a_person_sees(tiny, monkeypatch, capsys):
-    def found(model, config, prompts, *, width, length_penalty, max_new_tokens, block_size, eos_ids, dtype):
-        assert (prompts, width, length_penalty) == ([tiny.tokenizer.encode("ab")], 2, 0.5)
-        assert (max_new_tokens, block_size, eos_ids, dtype) == (6, 4, (EOS,), "float32")
-        hypotheses = [
-            beam_search.Hypothesis(tiny.tokenizer.encode(text), score) for text, score in (("c", -1), ("d", -2))
-        ]
-        return [hypotheses], SimpleNamespace(peak_blocks=np.array(5), peak_unshared=np.array(8))
-
-    monkeypatch.setattr(beam_search, "beam_search", found)
+def test_what_a_person_sees(tiny, printed):
+    found = [beam_search.Hypothesis(tiny.tokenizer.encode(text), score) for text, score in (("c", -1), ("d", -2))]
+    blocks = SimpleNamespace(peak_blocks=np.array(5), peak_unshared=np.array(8))
     options = ["--max-new-tokens=6", "--width=2", "--block-size=4", "--length-penalty=0.5", "--prompt=ab"]
-    beam_search.main(["--model", str(tiny.path), *options])
-    assert capsys.readouterr().out.splitlines() == [
-        "[0] ab",
-        "-->  -1.000  c",
-        "-->  -2.000  d",
-        "",
+    lines, prompts, named = printed(beam_search, "beam_search", ([found], blocks), *options)
+    sizes = dict(max_new_tokens=6, block_size=4, eos_ids=(EOS,), dtype="float32")
+    assert (prompts, named) == (["ab"], dict(width=2, length_penalty=0.5, **sizes))
+    assert lines == [
+        *("[0] ab", "-->  -1.000  c", "-->  -2.000  d", ""),
         "blocks:  5 of 4 tokens in use at the peak; without sharing 8: 3 saved",
     ]
-
-
-def test_refusals_are_one_sentence_and_exit_code_2(tiny, capsys):
-    for arguments, message in (
-        (["--model", "/nowhere", "--prompt=a"], "There is no checkpoint at /nowhere."),
-        (["--model", str(tiny.path)], "There is no prompt; pass --prompt TEXT or a --prompt-file that has a line."),
-        (["--model", str(tiny.path), "--prompt=a", "--block-size=900000000"], "A pool of 9 blocks of 900000000"),
-    ):
-        assert exit_code(beam_search.main, arguments) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert f": {message}" in line

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import parallel_sampling
-from lib.command_line import exit_code
 from lib.generation import generated
 from lib.sampling import Sampling
 from tests.examples.compiled_examples import read_compiled
@@ -50,7 +49,7 @@ def test_greedy_tokens_are_those_of_a_model_that_shares_nothing(tiny, prompts, m
     assert int(state.peak_unshared) == 3 * (5 + 2 + 3)
     assert int(state.peak_blocks) == 3 * (5 + 2 + 3) - 2 * num_shared == state.allocator.num_blocks - 1
 
-    # The twin: without the copies the children have not what stands in their last block.
+    # The twin: without the copies, the children's last blocks are empty.
     monkeypatch.setattr(parallel_sampling, "copy_blocks", lambda cache, source_ids, destination_ids: cache)
     parallel_sampling.complete.clear_cache()
     wrong = generated(complete(tiny, prompts, 0.0)[0])
@@ -70,18 +69,15 @@ def test_samples_are_those_of_a_loop_that_never_shares(tiny, prompts, monkeypatc
     assert int(state.peak_blocks) == int(apart.peak_blocks) - 2 * num_shared
 
 
-def test_what_a_person_sees(tiny, monkeypatch, capsys):
-    def completed(model, config, prompts, *, num_completions, sampling, seed, **options):
-        assert (len(prompts), num_completions, sampling, seed) == (2, 2, Sampling(0.5, 7, 0.9), 3)
-        rows = np.array([tiny.tokenizer.encode(text) for text in ("cd", "ef", "gh", "ij")])
-        blocks = dict(peak_blocks=np.array(5), peak_unshared=np.array(8))
-        return SimpleNamespace(tokens=rows, num_tokens=np.array([2, 2, 1, 2]), **blocks), 1
-
-    monkeypatch.setattr(parallel_sampling, "sample_in_parallel", completed)
+def test_what_a_person_sees(tiny, printed):
+    rows = np.array([tiny.tokenizer.encode(text) for text in ("cd", "ef", "gh", "ij")])
+    blocks = dict(peak_blocks=np.array(5), peak_unshared=np.array(8))
+    result = SimpleNamespace(tokens=rows, num_tokens=np.array([2, 2, 1, 2]), **blocks), 1
     options = ["-n=2", "--seed=3", "--temperature=0.5", "--top-k=7", "--top-p=0.9", "--prompt=ab", "--prompt=kl"]
-    parallel_sampling.main(["--model", str(tiny.path), *options])
-    assert capsys.readouterr().out.splitlines() == [
+    lines, prompts, named = printed(parallel_sampling, "sample_in_parallel", result, *options)
+    assert prompts == ["ab", "kl"]
+    assert named.items() >= dict(num_completions=2, sampling=Sampling(0.5, 7, 0.9), seed=3).items()
+    assert lines == [
         *("[0] ab", "--> cd", "--> ef", "", "[1] kl", "--> g", "--> ij", ""),
         "blocks:  1 shared after the fork; 5 of 16 tokens in use at the peak; without sharing 8: 3 saved",
     ]
-    assert exit_code(parallel_sampling.main, ["--temperature=-1", "--prompt=a"]) == 2

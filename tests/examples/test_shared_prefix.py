@@ -1,17 +1,10 @@
 """examples/lib/shared_prefix.py, and --shared-prefix of examples/generate.py: the tokens are those without sharing."""
 
-import json
+import functools
 
 import pytest
-from flax import nnx
 
-import generate
 from lib import shared_prefix
-from lib.command_line import exit_code
-from lib.generation import generated, prefill
-from lib.prefill import pad_prompts
-from lib.sampling import Sampling
-from lib.start import start
 from tests.examples.tiny_checkpoint import greedy
 
 pytestmark = pytest.mark.slow
@@ -21,14 +14,8 @@ PROMPTS = ["a", "Hello there, paged world", "The quick brown fox"]
 
 
 @pytest.fixture
-def run(tiny, capsys):
-    def call(*arguments, prompts=PROMPTS):
-        command = ["--model", str(tiny.path), "--max-new-tokens", "10", "--json", *map(str, arguments)]
-        code = exit_code(generate.main, command + [f"--prompt={prompt}" for prompt in prompts])
-        captured = capsys.readouterr()
-        return code, [json.loads(line) for line in captured.out.splitlines()], captured.err
-
-    return call
+def run(tiny, run_generate):
+    return functools.partial(run_generate, model=tiny.path, prompts=PROMPTS, tokens=10)
 
 
 @pytest.fixture
@@ -38,30 +25,27 @@ def prefix_file(tmp_path):
     return file
 
 
-def test_tokens_are_those_without_sharing_in_fewer_blocks(tiny, run, prefix_file):
+@pytest.fixture
+def encoded(tiny):
+    return [tiny.tokenizer.encode(PREFIX + prompt) for prompt in PROMPTS]
+
+
+def test_tokens_are_those_without_sharing_in_fewer_blocks(tiny, run, prefix_file, encoded):
     code, lines, err = run("--block-size", 8, "--shared-prefix", prefix_file)
     assert code == 0
-    encoded = [tiny.tokenizer.encode(PREFIX + prompt) for prompt in PROMPTS]
-    expected = [greedy(tiny.tensors, tokens, 10) for tokens in encoded]
     assert [line["prompt"] for line in lines] == PROMPTS
     assert [line["prompt_tokens"] for line in lines] == encoded
-    assert [line["tokens"] for line in lines] == expected
+    assert [line["tokens"] for line in lines] == [greedy(tiny.tensors, tokens, 10) for tokens in encoded]
     # The prefix has 55 tokens, the prompts 56, 79 and 74, and with what they generate they fill 9, 11 and 11 blocks.
     assert "prefix:  48 tokens in 6 full blocks; the prompts found 18 blocks again, 144 tokens: 113 prefilled " in err
     assert "prefilled instead of 209\nprefill: 113 tokens" in err
     assert f"{9 + 11 + 11 - 2 * 6} blocks of 8 tokens in use at the peak" in err
 
 
-def test_a_prefix_that_fills_no_block_is_computed_by_each(tiny):
-    prompts = [tiny.tokenizer.encode(PREFIX + prompt) for prompt in PROMPTS]
-    prefix = shared_prefix.common_prefix(prompts, 64)
-    assert prefix == []
-    state = start(tiny.config, prompts, max_new_tokens=1, block_size=64, num_blocks=None, dtype="float32", seed=0)
-    graph, weights = nnx.split(tiny.model)
-    shared = shared_prefix.Prefix.create(prefix, state.allocator)
-    state = prefill(graph, weights, state, pad_prompts(prompts), shared, (), Sampling())
-    assert generated(state) == [greedy(tiny.tensors, prompt, 1) for prompt in prompts]
-    assert state.num_cached.tolist() == [0, 0, 0]
+def test_a_prefix_that_fills_no_block_is_computed_by_each(tiny, run, prefix_file, encoded):
+    _, lines, err = run("--block-size", 64, "--shared-prefix", prefix_file, tokens=1)
+    assert [line["tokens"] for line in lines] == [greedy(tiny.tensors, tokens, 1) for tokens in encoded]
+    assert "prefix:  0 tokens in 0 full blocks; the prompts found 0 blocks again, 0 tokens: 209 prefilled" in err
 
 
 def test_the_pool_holds_a_shared_prefix_once(run, prefix_file):
@@ -71,12 +55,6 @@ def test_the_pool_holds_a_shared_prefix_once(run, prefix_file):
     assert "The prompts need 15 blocks of 8 tokens" in err
     code, _, err = run("--block-size", 8, "--num-blocks", 12, prompts=[PREFIX + prompt for prompt in PROMPTS])
     assert "The prompts need 27 blocks of 8 tokens" in err
-
-
-def test_a_prefix_that_cannot_be_read(run):
-    code, lines, err = run("--shared-prefix", "/nowhere.txt")
-    assert (code, lines) == (2, [])
-    assert "The shared prefix /nowhere.txt cannot be read" in err
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,10 @@ def test_tokens_are_those_of_plain_decoding(tiny, prompts, plain, monkeypatch, n
 
 
 def test_each_sequence_accepts_as_many_as_are_right(tiny, prompts, plain, monkeypatch):
-    """Drafts of which a row's first, second, ... are right: never wrong, always, at every third token, every fifth. The
-    right branch is the second, then the third, the first, ...; the others begin as it does and go wrong at once."""
+    """The drafts of the four rows are wrong never, always, at every third token and at every fifth.
+
+    The right branch is the second, then the third, the first, ...; the others begin as it does and go wrong at once.
+    """
     wrong_at = np.array([[step % period == 0 for step in range(40)] for period in (99, 1, 3, 5)])
     told = jnp.asarray(np.where(wrong_at, (np.array(plain) + 1) % 300, plain), jnp.int32)
 
@@ -83,7 +85,7 @@ def test_each_sequence_accepts_as_many_as_are_right(tiny, prompts, plain, monkey
     [
         ([1, 2, 3, 4, 5, 1, 2], 0, 7, 2, [3, 4, 5]),
         ([1, 2, 3, 1, 2, 4, 8, 9, 1, 2], 0, 10, 2, [4, 8, 9]),  # the latest of two
-        ([1, 2, 3, 8, 8, 1, 2, 1, 2], 0, 9, 2, [3, 8, 8]),  # the one with enough behind it
+        ([1, 2, 3, 8, 8, 1, 2, 1, 2], 0, 9, 2, [3, 8, 8]),  # the one with enough after it
         ([1, 1, 1], 0, 3, 1, [1, 1]),  # what is there, where none has
         ([1, 2, 3, 4, 1, 2, 0, 0], 0, 6, 2, [3, 4, 1]),
         ([1, 2, 3, 4, 1, 2], 1, 6, 2, []),  # before the beginning there is padding
@@ -105,15 +107,14 @@ def test_branches_begin_with_different_tokens():
     assert counts.tolist() == [[3, 3, 0]]
 
 
-def test_what_a_person_sees(tiny, monkeypatch, capsys):
-    def decoded(model, config, prompts, *, ngram, num_draft, num_branches, **options):
-        assert (len(prompts), ngram, num_draft, num_branches) == (1, 3, 5, 2)
-        state = SimpleNamespace(tokens=np.array([tiny.tokenizer.encode("cdefgh")]), num_tokens=np.array([6]))
-        return state, speculative.Tally(np.array([2]), np.array([8]), np.array([3]))
-
-    monkeypatch.setattr(speculative, "decode_speculatively", decoded)
-    speculative.main(["--model", str(tiny.path), "--ngram=3", "--num-draft=5", "--prompt=ab"])
-    assert capsys.readouterr().out.splitlines() == [
+def test_what_a_person_sees(tiny, printed):
+    state = SimpleNamespace(tokens=np.array([tiny.tokenizer.encode("cdefgh")]), num_tokens=np.array([6]))
+    result = state, speculative.Tally(np.array([2]), np.array([8]), np.array([3]))
+    options = ["--ngram=3", "--num-draft=5", "--prompt=ab"]
+    lines, prompts, named = printed(speculative, "decode_speculatively", result, *options)
+    assert prompts == ["ab"]
+    assert named.items() >= dict(ngram=3, num_draft=5, num_branches=2).items()
+    assert lines == [
         *("[0] ab", "--> cdefgh"),
         *("    5 tokens in 2 steps: 3 of 8 drafted tokens accepted, 1.50 a step", ""),
     ]

@@ -1,23 +1,21 @@
 """The examples' Llama over several devices, here of a CPU: token for token what one device gives."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-import generate as command
 import jaxpaged
-from lib.command_line import exit_code
+from lib.families import read_config
+from lib.fields import Fields
 from lib.generation import generated, run_generation
 from lib.llama import Llama
-from lib.llama_config import LatentConfig, LlamaConfig
-from lib.routed_experts import Routing
+from lib.llama_config import LlamaConfig
 from lib.sampling import Sampling
 from lib.start import start
 from lib.tensor_parallel import make_mesh, repeated_kv_heads, shard_model
+from tests.examples.tiny_families import make_config
 
 pytestmark = pytest.mark.slow
 
@@ -25,45 +23,30 @@ RELATIVES = dict(
     windows=(4,), final_soft_cap=9.0, embedding_scale=2.0, use_sinks=True, use_qk_norm=True, use_post_norms=True
 )
 BIASES = dict(attention_bias=True, output_bias=True, mlp_bias=True)
-LATENT = LatentConfig(
-    kv_lora_rank=16, qk_rope_head_dim=16, v_head_dim=12, q_lora_rank=12, rotary_factor=1.0, interleaved=True
-)
-ROUTING = Routing(
-    num_experts=4,
-    experts_per_token=2,
-    hidden_features=24,
-    shared_features=16,
-    first_layer=0,
-    scoring="sigmoid",
-    has_bias=True,
-    num_groups=2,
-    groups_per_token=1,
-    normalise=True,
-    scaling=2.0,
-)
 PROMPTS = [[5, 7, 11], [2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [42]]
 
 
-def make_model(**changes) -> tuple[Llama, LlamaConfig]:
-    sizes = dict(vocab_size=64, context=64, features=32, hidden_features=64, head_dim=8)
-    config = LlamaConfig(
-        **sizes, num_heads=8, norm_epsilon=1e-5, rotary_frequencies=jaxpaged.rotary_frequencies(8), **changes
-    )
+def small_config(**changes) -> LlamaConfig:
+    sizes = dict(vocab_size=64, context=64, features=32, hidden_features=64, num_layers=1, num_heads=8, head_dim=8)
+    return LlamaConfig(**sizes, norm_epsilon=1e-5, rotary_frequencies=jaxpaged.rotary_frequencies(8), **changes)
+
+
+def make_model(config) -> Llama:
     graph, weights = nnx.split(Llama(config, rngs=nnx.Rngs(0)))
     noise = iter(jax.random.split(jax.random.key(1), 100))
     weights = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(next(noise), x.shape), weights)
-    return nnx.merge(graph, weights), config
+    return nnx.merge(graph, weights)
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "changes"),
+    ("num_devices", "config"),
     [
-        (4, dict(num_layers=1, num_kv_heads=2, tie_embeddings=False, **BIASES, **RELATIVES)),
-        (2, dict(num_layers=1, num_kv_heads=1, latent=LATENT, routing=ROUTING)),
+        (4, small_config(num_kv_heads=2, tie_embeddings=False, **BIASES, **RELATIVES)),
+        (2, read_config(Fields(make_config("deepseek_v3")))),
     ],
 )
-def test_tokens_are_those_of_one_device(num_devices, changes):
-    model, config = make_model(**changes)
+def test_tokens_are_those_of_one_device(num_devices, config):
+    model = make_model(config)
     # Too few blocks: sequences wait for one another, on all devices alike.
     sizes = dict(max_new_tokens=12, block_size=4, num_blocks=10, dtype="float32", seed=3)
     sampling = Sampling(temperature=0.8)
@@ -84,15 +67,11 @@ def test_tokens_are_those_of_one_device(num_devices, changes):
         assert all((other == first).all() for other in others)
 
 
-def test_the_command(tiny, capsys):
+def test_the_command(tiny, run_generate):
     def run(*options):
-        arguments = ["--model", str(tiny.path), "--prompt", "ab", "--max-new-tokens", "3", "--json", *options]
-        code = exit_code(command.main, arguments)
-        return code, *capsys.readouterr()
+        return run_generate(*options, model=tiny.path, prompts=["ab"], tokens=3)
 
     _, one, _ = run()
-    code, two, _ = run("--tensor-parallel", "2")
-    assert code == 0
-    assert json.loads(one) == json.loads(two)
-    assert "num_heads=6 do not go evenly over 4 devices." in run("--tensor-parallel", "4")[2]
-    assert "JAX sees 4 devices; 99 were asked for." in run("--tensor-parallel", "99")[2]
+    assert run("--tensor-parallel", 2)[:2] == (0, one)
+    assert "num_heads=6 do not go evenly over 4 devices." in run("--tensor-parallel", 4)[2]
+    assert "JAX sees 4 devices; 99 were asked for." in run("--tensor-parallel", 99)[2]

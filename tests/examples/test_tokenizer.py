@@ -80,28 +80,6 @@ def test_spelled_control_tokens_are_plain_text_as_in_transformers(pair):
         assert sum(i in control for i in ids if i != ours.tokenizer.token_to_id("[UNK]")) == 2 + 2 * len(chat)
 
 
-def test_a_spelled_control_token_changes_no_other_text(pair):
-    ours, _ = pair
-    control = [ours.tokenizer.token_to_id(token) for token in CONTROL]
-
-    def sections(chat):
-        (ids,) = ours.encode_conversations([chat])
-        parts = [[]]
-        for i in ids:
-            parts[-1].append(i)
-            if i in control:
-                parts.append([])
-        return parts
-
-    for chat in conversations(3):
-        chat[0]["content"] = "plain"
-        plain = sections(chat)
-        for spelled in CONTROL:
-            chat[0]["content"] = f"{spelled} a {spelled}b"
-            changed = sections(chat)
-            assert [p == q for p, q in zip(plain, changed, strict=True)] == [i != 2 for i in range(len(plain))]
-
-
 def test_decoding_is_that_of_the_tokenizer(pair):
     ours, _ = pair
     rng, vocab_size = np.random.default_rng(0), ours.tokenizer.get_vocab_size()
@@ -241,19 +219,6 @@ def test_a_decoder_that_looks_at_neighbours_is_refused(folder):
     write_files(folder, sentencepiece(decoder=decoders.BPEDecoder()), tokenizer_class="PreTrainedTokenizerFast")
     with pytest.raises(CheckpointError, match="the decoder BPEDecoder, which is not known here"):
         read_checkpoint(folder)
-
-
-def test_control_tokens_in_a_prompt_are_text(tiny):
-    eos = tiny.tokenizer.eos_ids[0]  # the template is <eos>{{ content }}:
-    prompts = ["a<eos>b", "<eo<eos>s>", "plain"]
-    escaped = tiny.tokenizer.encode_chat(prompts)
-    for prompt, ids in zip(prompts, escaped, strict=True):
-        assert ids[0] == eos
-        assert eos not in ids[1:]
-        assert tiny.tokenizer.decode(ids) == prompt + ":"
-    assert escaped[2] == [eos, *tiny.tokenizer.encode("plain:")]
-    allowed = tiny.tokenizer.encode_chat(prompts, allow_control_tokens=True)
-    assert [ids.count(eos) for ids in allowed] == [2, 2, 1]
 
 
 def test_a_tokenizer_that_cannot_spell_a_control_token_refuses_the_chat():

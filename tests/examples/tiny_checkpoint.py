@@ -1,5 +1,6 @@
 """A tiny random Llama checkpoint in Hugging Face form, and its forward pass in NumPy with nothing paged."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -9,82 +10,78 @@ import tokenizers
 
 VOCAB, CONTEXT, FEATURES, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 300, 128, 48, 96, 6, 2, 8
 THETA, EPSILON, EOS = 500.0, 1e-5, 299
-# Wrong for nearly any field of a config.
-WRONG = ["x", [], [1], {"a": {"b": 1}}, None, True, 0, -1, 0.5, float("nan"), 2**31, 10**40]
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
+LAYER = {
+    "input_layernorm": (FEATURES,),
+    "post_attention_layernorm": (FEATURES,),
+    "self_attn.q_proj": (HEADS * HEAD_DIM, FEATURES),
+    "self_attn.k_proj": (KV_HEADS * HEAD_DIM, FEATURES),
+    "self_attn.v_proj": (KV_HEADS * HEAD_DIM, FEATURES),
+    "self_attn.o_proj": (FEATURES, HEADS * HEAD_DIM),
+    "mlp.gate_proj": (HIDDEN, FEATURES),
+    "mlp.up_proj": (HIDDEN, FEATURES),
+    "mlp.down_proj": (FEATURES, HIDDEN),
 }
 
 
 def write_checkpoint(
     folder: Path, *, seed: int = 2, tied: bool = False, num_layers: int = 1, **changes
 ) -> dict[str, np.ndarray]:
-    """Writes config.json, model.safetensors, tokenizer.json and tokenizer_config.json; returns the tensors. Each layer
-    takes its time to compile: two where their order matters."""
-    rng = np.random.default_rng(seed)
-    folder.mkdir(exist_ok=True)
+    """Writes a folder and returns its tensors. More layers compile longer: use two only where their order matters."""
     shapes = {"model.embed_tokens.weight": (VOCAB, FEATURES), "model.norm.weight": (FEATURES,)}
     if not tied:
         shapes["lm_head.weight"] = (VOCAB, FEATURES)
     for i in range(num_layers):
-        shapes |= {
-            f"model.layers.{i}.{name}.weight": shape
-            for name, shape in {
-                "input_layernorm": (FEATURES,),
-                "post_attention_layernorm": (FEATURES,),
-                "self_attn.q_proj": (HEADS * HEAD_DIM, FEATURES),
-                "self_attn.k_proj": (KV_HEADS * HEAD_DIM, FEATURES),
-                "self_attn.v_proj": (KV_HEADS * HEAD_DIM, FEATURES),
-                "self_attn.o_proj": (FEATURES, HEADS * HEAD_DIM),
-                "mlp.gate_proj": (HIDDEN, FEATURES),
-                "mlp.up_proj": (HIDDEN, FEATURES),
-                "mlp.down_proj": (FEATURES, HIDDEN),
-            }.items()
-        }
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in LAYER.items()}
+    config = dict(
+        model_type="llama",
+        vocab_size=VOCAB,
+        max_position_embeddings=CONTEXT,
+        hidden_size=FEATURES,
+        intermediate_size=HIDDEN,
+        num_hidden_layers=num_layers,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        rms_norm_eps=EPSILON,
+        rope_theta=THETA,
+        tie_word_embeddings=tied,
+        eos_token_id=EOS,
+    )
+    return write_folder(folder, config | changes, shapes, seed)
+
+
+def write_folder(folder: Path, config: dict, shapes: dict, seed: int) -> dict[str, np.ndarray]:
+    """Writes config.json, model.safetensors, tokenizer.json and tokenizer_config.json; returns the tensors."""
+    folder.mkdir(exist_ok=True)
+    rng = np.random.default_rng(seed)
     tensors = {
-        name: (rng.normal(size=shape) * (0.25 if len(shape) == 2 else 1)).astype(np.float32)
+        name: (rng.normal(size=shape) * (0.25 if len(shape) > 1 else 1)).astype(np.float32)
         for name, shape in shapes.items()
     }
-    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
-    config = {
-        "model_type": "llama",
-        "vocab_size": VOCAB,
-        "max_position_embeddings": CONTEXT,
-        "hidden_size": FEATURES,
-        "intermediate_size": HIDDEN,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "rms_norm_eps": EPSILON,
-        "rope_theta": THETA,
-        "tie_word_embeddings": tied,
-        "eos_token_id": EOS,
-    }
-    (folder / "config.json").write_text(json.dumps(config | changes))
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
     write_tokenizer(folder)
     return tensors
+
+
+@contextlib.contextmanager
+def changed_tensors(file: Path):
+    """The tensors of a file, which is written again with what the block makes of them."""
+    tensors = safetensors.numpy.load_file(file)
+    yield tensors
+    safetensors.numpy.save_file(tensors, file)
 
 
 def write_adapter(folder: Path, *, seed: int, rank: int, layers: tuple[str, ...], **changes) -> dict[str, np.ndarray]:
     """Writes a LoRA in PEFT's form for these layers; returns the tensors of the checkpoint that differ once merged."""
     rng = np.random.default_rng(seed)
     folder.mkdir(exist_ok=True)
-    widths = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM, "o": FEATURES}
-    widths |= {"gate": HIDDEN, "up": HIDDEN, "down": FEATURES}
     factors, merged = {}, {}
     for layer in layers:
-        outputs = widths[layer.rpartition(".")[2].removesuffix("_proj")]
-        features = HIDDEN if layer == "mlp.down_proj" else FEATURES
+        outputs, features = LAYER[layer]
         a, b = (rng.normal(size=shape).astype(np.float32) * 0.4 for shape in ((rank, features), (outputs, rank)))
-        factors |= {
-            f"base_model.model.model.layers.0.{layer}.lora_{name}.weight": x for name, x in (("A", a), ("B", b))
-        }
+        name = f"base_model.model.model.layers.0.{layer}"
+        factors |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
         merged[f"model.layers.0.{layer}.weight"] = b @ a * (3 / rank)
     safetensors.numpy.save_file(factors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 3, "bias": "none", "target_modules": ["q_proj"]}
@@ -135,7 +132,7 @@ def next_logits(tensors: dict[str, np.ndarray], tokens: list[int]) -> np.ndarray
 
 
 def greedy(tensors: dict[str, np.ndarray], prompt: list[int], count: int, eos: int | None = EOS) -> list[int]:
-    """Up to `count` tokens behind the prompt, always the most likely."""
+    """Up to `count` tokens after the prompt, always the most likely."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(int(next_logits(tensors, tokens).argmax()))

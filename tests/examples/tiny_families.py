@@ -5,14 +5,11 @@ published, and as transformers 5 saves them.
 second form with what transformers saves.
 """
 
-import json
 from pathlib import Path
 
-import numpy as np
-import safetensors.numpy
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
 
-from tests.examples.tiny_checkpoint import write_tokenizer
+from tests.examples.tiny_checkpoint import write_folder
 
 VOCAB, FEATURES, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, EXPERTS = 300, 32, 48, 2, 4, 2, 8, 4
 WINDOW = 6
@@ -123,16 +120,8 @@ def make_config(family: str, **changes) -> dict:
 
 def write_family(folder: Path, family: str, **changes) -> None:
     """Writes config.json, model.safetensors, and the tokenizer of tiny_checkpoint.py."""
-    folder.mkdir(exist_ok=True)
     config = make_config(family, **changes)
-    (folder / "config.json").write_text(json.dumps(config))
-    rng = np.random.default_rng(2)
-    tensors = {
-        name: (rng.normal(size=shape) * (0.25 if len(shape) > 1 else 1)).astype(np.float32)
-        for name, shape in _shapes(family, config).items()
-    }
-    safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    write_tokenizer(folder)
+    write_folder(folder, config, _shapes(family, config), 2)
 
 
 def save_family(folder: Path, family: str) -> None:
@@ -162,40 +151,33 @@ def _shapes(family: str, config: dict) -> dict[str, tuple[int, ...]]:
 
 
 def _vision_shapes() -> dict[str, tuple[int, ...]]:
-    def linear(name: str, outputs: int = VISION) -> dict[str, tuple[int, ...]]:
-        return {f"{name}.weight": (outputs, VISION), f"{name}.bias": (outputs,)}
-
-    def norm(name: str) -> dict[str, tuple[int, ...]]:
-        return {f"{name}.weight": (VISION,), f"{name}.bias": (VISION,)}
-
-    layer = "encoder.layers.0"
-    tower = {
+    layer, attention = "encoder.layers.0", "head.attention"
+    linears = [f"{layer}.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj")]
+    linears += [f"{mlp}.{name}" for mlp in (f"{layer}.mlp", "head.mlp") for name in ("fc1", "fc2")]
+    linears.append(f"{attention}.out_proj")
+    norms = [f"{layer}.layer_norm1", f"{layer}.layer_norm2", "post_layernorm", "head.layernorm"]
+    tower: dict[str, tuple[int, ...]] = {
         "embeddings.patch_embedding.weight": (VISION, 3, 14, 14),
-        "embeddings.patch_embedding.bias": (VISION,),
         "embeddings.position_embedding.weight": (4, VISION),
         "head.probe": (1, 1, VISION),
-        "head.attention.in_proj_weight": (3 * VISION, VISION),
-        "head.attention.in_proj_bias": (3 * VISION,),
-        **linear("head.attention.out_proj"),
+        f"{attention}.in_proj_weight": (3 * VISION, VISION),
+        f"{attention}.in_proj_bias": (3 * VISION,),
     }
-    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-        tower |= linear(f"{layer}.self_attn.{name}")
-    for name in (f"{layer}.mlp", "head.mlp"):
-        tower |= linear(f"{name}.fc1") | linear(f"{name}.fc2")
-    for name in (f"{layer}.layer_norm1", f"{layer}.layer_norm2", "post_layernorm", "head.layernorm"):
-        tower |= norm(name)
-    projector = {"mm_input_projection_weight": (VISION, FEATURES), "mm_soft_emb_norm.weight": (VISION,)}
+    tower |= {f"{name}.weight": (VISION, VISION) for name in linears} | {f"{name}.weight": (VISION,) for name in norms}
+    tower |= {f"{name}.bias": (VISION,) for name in (*linears, *norms, "embeddings.patch_embedding")}
     return {f"vision_tower.{name}": shape for name, shape in tower.items()} | {
-        f"multi_modal_projector.{name}": shape for name, shape in projector.items()
+        "multi_modal_projector.mm_input_projection_weight": (VISION, FEATURES),
+        "multi_modal_projector.mm_soft_emb_norm.weight": (VISION,),
     }
+
+
+def _mlp(name: str, width: int) -> dict[str, tuple[int, ...]]:
+    up = {f"{name}.{part}_proj.weight": (width, FEATURES) for part in ("gate", "up")}
+    return up | {f"{name}.down_proj.weight": (FEATURES, width)}
 
 
 def _deepseek_shapes(family: str, config: dict, i: int) -> dict[str, tuple[int, ...]]:
     queries, rank, hidden = HEADS * (PLAIN + ROTARY), config["q_lora_rank"], config["moe_intermediate_size"]
-
-    def mlp(name: str, width: int) -> dict[str, tuple[int, ...]]:
-        up = {f"{name}.{part}_proj.weight": (width, FEATURES) for part in ("gate", "up")}
-        return up | {f"{name}.down_proj.weight": (FEATURES, width)}
 
     shapes: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (FEATURES,),
@@ -212,13 +194,13 @@ def _deepseek_shapes(family: str, config: dict, i: int) -> dict[str, tuple[int, 
         shapes["self_attn.q_a_layernorm.weight"] = (rank,)
         shapes["self_attn.q_b_proj.weight"] = (queries, rank)
     if i < config["first_k_dense_replace"]:
-        return shapes | mlp("mlp", HIDDEN)
+        return shapes | _mlp("mlp", HIDDEN)
     shapes["mlp.gate.weight"] = (ROUTED, FEATURES)
     if family == "deepseek_v3":
         shapes["mlp.gate.e_score_correction_bias"] = (ROUTED,)
     for expert in range(ROUTED):
-        shapes |= mlp(f"mlp.experts.{expert}", hidden)
-    return shapes | mlp("mlp.shared_experts", hidden * config["n_shared_experts"])
+        shapes |= _mlp(f"mlp.experts.{expert}", hidden)
+    return shapes | _mlp("mlp.shared_experts", hidden * config["n_shared_experts"])
 
 
 def _layer_shapes(family: str) -> dict[str, tuple[int, ...]]:
@@ -234,8 +216,7 @@ def _layer_shapes(family: str) -> dict[str, tuple[int, ...]]:
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     shapes |= {f"{norm}.weight": (FEATURES,) for norm in norms}
     if family != "gpt_oss":
-        shapes |= {f"mlp.{name}_proj.weight": (HIDDEN, FEATURES) for name in ("gate", "up")}
-        return shapes | {"mlp.down_proj.weight": (FEATURES, HIDDEN)}
+        return shapes | _mlp("mlp", HIDDEN)
     return shapes | {
         "self_attn.o_proj.bias": (FEATURES,),
         "self_attn.sinks": (HEADS,),

@@ -1,4 +1,4 @@
-"""The ladder: which kinds of steps an engine has, which of them is next, and the sizes that it chooses."""
+"""Which kinds of steps an engine has, which of them is next, and the sizes that it chooses."""
 
 import dataclasses
 import functools
@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import BlockAllocator, Engine, EngineOptions, KVCache, SamplingParams, _device
-from jaxpaged._engine.defaults import chosen_compiler_options, with_sizes
-from jaxpaged._engine.inputs import pool_sizes
+from jaxpaged import BlockAllocator, Engine, EngineOptions, _device
+from jaxpaged._engine.defaults import chosen_compiler_options, chosen_steps, with_sizes
 from jaxpaged._engine.kinds import LONGEST_WAIT, count_wait, make_kinds, next_kind
 from jaxpaged.scheduling import Scheduler
 from tests import toy_model
@@ -20,29 +19,29 @@ KINDS = make_kinds(SEATS, CHUNK, WIDTHS)
 FOUR, EIGHT, ALL, CHUNK_FOR_ALL = range(4)  # eight rows may be a chunk too
 
 
-def find_widths(kinds):
-    assert [kind.width for kind in kinds] == sorted(kind.width for kind in kinds)
-    return tuple([kind.width for kind in kinds if kind.is_mixed == is_mixed] for is_mixed in (False, True))
-
-
-def test_each_width_is_a_kind_and_one_of_them_takes_chunks_too():
-    assert find_widths(KINDS) == ([4, 16], [8, 48])
-    assert find_widths(make_kinds(384, 640, (64, 128, 256))) == ([64, 128, 384], [256, 1024])
-    assert find_widths(make_kinds(256, 512, (64, 128, 256))) == ([64, 128, 256], [256, 768])
-    assert find_widths(make_kinds(8, 64, (20,))) == ([8], [20, 72])
-    assert find_widths(make_kinds(6, 16)) == ([6], [22])
-    assert find_widths(make_kinds(6, 7, (5,))) == ([5, 6], [13])  # 5 is more than a third of 13
-    sharing, others = (
-        make_kinds(384, 640, (64, 128, 256), least_saved_reads=9)[:2],
-        make_kinds(384, 640, (64, 128, 256)),
-    )
-    assert [(kind.width, kind.is_mixed, kind.is_by_row) for kind in sharing] == [
-        (384, False, True),
-        (1024, True, False),
+@pytest.mark.parametrize(
+    ("num_seats", "chunk_tokens", "widths", "single", "mixed"),
+    [
+        (SEATS, CHUNK, WIDTHS, [4, 16], [8, 48]),
+        (384, 640, (64, 128, 256), [64, 128, 384], [256, 1024]),
+        (256, 512, (64, 128, 256), [64, 128, 256], [256, 768]),
+        (8, 64, (20,), [8], [20, 72]),
+        (6, 16, (), [6], [22]),
+        (6, 7, (5,), [5, 6], [13]),  # 5 is more than a third of 13
+    ],
+)
+def test_each_width_is_a_kind_and_one_of_them_has_rows_for_chunks_too(num_seats, chunk_tokens, widths, single, mixed):
+    kinds = make_kinds(num_seats, chunk_tokens, widths)
+    assert [kind.width for kind in kinds] == sorted(single + mixed)
+    assert [kind.width for kind in kinds if kind.is_mixed] == mixed
+    first, second, *others = make_kinds(num_seats, chunk_tokens, widths, least_saved_reads=9)
+    assert others == list(kinds)
+    assert [(kind.width, kind.is_mixed, kind.is_by_row) for kind in (first, second)] == [
+        (num_seats, False, True),
+        (mixed[-1], True, False),
     ]
-    assert make_kinds(384, 640, (64, 128, 256), least_saved_reads=9)[2:] == others
-    (exact,) = make_kinds(6, 16, (3,), batch_invariant=True)
-    assert (exact.width, exact.is_mixed, exact.num_partitions) == (22, True, 1)
+    (exact,) = make_kinds(num_seats, chunk_tokens, widths, batch_invariant=True)
+    assert (exact.width, exact.is_mixed, exact.num_partitions) == (mixed[-1], True, 1)
 
 
 @functools.partial(jax.jit, static_argnames="kinds")
@@ -113,9 +112,8 @@ def test_shared_blocks_are_read_once_where_that_pays(needed, num_saved_reads, nu
     kinds = make_kinds(SEATS, CHUNK, WIDTHS, least_saved_reads=160)
     names = "sharing all", "sharing chunk", "four", "eight", "all", "chunk for all"
     needed = np.pad(np.int32(needed), (0, SEATS - len(needed)))
-    assert (
-        names[int(choose_next(needed, np.int32(0), np.int32(num_saved_reads), np.int32(num_read), kinds))] == expected
-    )
+    kind = choose_next(needed, np.int32(0), np.int32(num_saved_reads), np.int32(num_read), kinds)
+    assert names[int(kind)] == expected
 
 
 @pytest.mark.parametrize(
@@ -132,6 +130,14 @@ def test_on_a_gpu_xla_gets_options_that_it_knows(monkeypatch):
     assert options["xla_gpu_enable_triton_gemm"] == "False"
     assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
     assert chosen_compiler_options({"xla_gpu_autotune_level": 0}) == {"xla_gpu_autotune_level": 0}
+
+
+@pytest.mark.parametrize(
+    ("is_gpu", "gigabytes", "expected"),
+    [(True, (0, 1, 3, 8, 16, 70), [16, 12, 4, 2, 1, 1]), (False, (0.5, 1), [2, 1])],
+)
+def test_a_slice_of_a_small_model_has_more_steps(is_gpu, gigabytes, expected):
+    assert [chosen_steps(n * 10**9, is_gpu=is_gpu) for n in gigabytes] == expected
 
 
 def sizes(num_blocks, *, is_gpu=True, **given):
@@ -154,30 +160,16 @@ def sizes(num_blocks, *, is_gpu=True, **given):
         (16_385, {"is_gpu": False}, (32, 8192, 32, ())),
     ],
 )
-def test_sizes_that_are_left_open(num_blocks, given, expected):
+def test_sizes_that_are_not_given_are_chosen(num_blocks, given, expected):
     assert sizes(num_blocks, **given) == expected
 
 
-def test_sizes_that_are_given_are_checked():
-    with pytest.raises(ValueError, match="widths must be at least 1; got widths=0"):
-        sizes(9, widths=(0,))
-    with pytest.raises(ValueError, match=r"max_num_seqs \+ chunk_tokens = 12; got widths=\(12,\)"):
-        sizes(9, max_num_seqs=4, chunk_tokens=8, widths=(12,))
-    with pytest.raises(ValueError, match=r"22 rows, is used; leave out \[10, 15\]"):
-        sizes(9, max_num_seqs=6, chunk_tokens=16, widths=(7, 10, 15))
-    with pytest.raises(ValueError, match="at least 2; got num_blocks=1"):
-        pool_sizes(KVCache(*jnp.zeros((2, 1, 4, 1, 8))))
-
-
 def test_an_engine_without_any_size_serves_and_says_what_it_chose():
-    weights = toy_model.random_weights()
-    cache = KVCache.create(num_blocks=25, block_size=4, num_kv_heads=4, head_dim=8, dtype="float32")
-    engine = Engine(toy_model.apply, weights, cache, head=toy_model.head)
-    params = SamplingParams(max_tokens=20, temperature=0)
+    engine = Engine(toy_model.apply, toy_model.random_weights(), toy_model.create_cache(25), head=toy_model.head)
+    params = toy_model.greedy(20)
     prompts = [[1, 2, 3], [4] * 25, [5], *[[6, i] for i in range(9)]]
     outputs = engine.generate(prompts, params)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.outputs[0].token_ids == toy_model.continuation(weights, prompt, params)[0]
+    assert toy_model.tokens_of(outputs) == [toy_model.expected_tokens(prompt, params) for prompt in prompts]
     stats = engine.stats()
     assert (stats.max_num_seqs, stats.max_model_len, stats.chunk_tokens, stats.widths) == (8, 96, 56, ())
     assert stats.num_mixed_steps > 0

@@ -91,7 +91,7 @@ def logits_after(weights, tokens, length):
 
 @jax.jit
 def noise_of(seed, position, draw):
-    """Gumbel noise of the only chunk's tokens, behind that of the chunk."""
+    """Gumbel noise for the tokens of the only chunk, after the chunk's own."""
     index = jnp.arange(1, 1 + VOCAB, dtype=jnp.uint32)
     counter = jnp.concatenate([jnp.full_like(index, draw.astype(jnp.uint32)), index])
     words = threefry_2x32((seed, position.astype(jnp.uint32)), counter)[:VOCAB]
@@ -113,7 +113,7 @@ def kept(weights, top_k, top_p, min_p):
 
 
 def drawn(scores, params, position):
-    """Of the tokens drawn as if top_p were 1, the first that is kept; if none is, one drawn from those kept."""
+    """The first kept token of the draws without top_p; if top_p cuts all, a draw from the kept tokens."""
     weights = np.exp(scores - scores.max())
     is_before_top_p, is_kept = (kept(weights, params.top_k, top_p, params.min_p) for top_p in (1, params.top_p))
     draws = map(np.int32, range(DRAWS + 1))
@@ -205,7 +205,7 @@ def one_kind_of_steps():
         yield
 
 
-ENGINES = []  # those that tests share: after each test they have no requests
+ENGINES = []  # shared by tests: after each test they have no requests
 
 
 @functools.cache

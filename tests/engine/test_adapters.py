@@ -1,4 +1,4 @@
-"""Adapters: each request's tokens are those of weights that include its adapter, among requests with others."""
+"""Adapters: a request's tokens equal the tokens of merged weights, whatever adapters other requests have."""
 
 import dataclasses
 import functools

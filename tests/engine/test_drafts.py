@@ -1,4 +1,4 @@
-"""Drafts: tokens equal to those of an engine without drafts, what is drafted, and when drafts pay."""
+"""Drafts: equal tokens with and without drafts, the choice of drafts, and when drafts pay."""
 
 import dataclasses
 import functools
@@ -154,33 +154,24 @@ def test_a_batch_invariant_engine_gives_equal_bits_with_drafts():
     assert [score.logprobs for score in scores] == [output.outputs[0].logprobs for output in alone]
 
 
-def naive(text, num_drafts):
+def naive(tokens, text, num_drafts):
     for count in range(8, 1, -1):
-        places = [i for i in range(count - 1, len(text) - 1) if text[i - count + 1 : i + 1] == text[-count:]]
-        if places:
-            follows = text[places[-1] + 1 :]
-            return (follows * num_drafts)[:num_drafts]
+        ends = [i for i in range(count, len(text)) if text[i - count : i] == tokens[-count:]]
+        if ends:
+            return (text[ends[-1] :] * num_drafts)[:num_drafts]
     return [-1] * num_drafts
 
 
-def test_what_followed_the_newest_tokens_before_is_drafted():
+@pytest.mark.parametrize("other", [0, 1], ids=["its own text", "another text"])
+def test_what_followed_the_newest_tokens_before_is_drafted(other):
     rng = np.random.default_rng(0)
-    lengths = rng.integers(1, 33, 200)
-    tokens = rng.integers(0, 3, (200, 32), np.int32)
-    lengths = lengths.astype(np.int32)
-    own = tokens, lengths, tokens, lengths
-    drafts, num_equal = jax.jit(repeated, static_argnums=4)(*own, 5)
-    expected = [naive(text[:n].tolist(), 5) for text, n in zip(tokens, lengths, strict=True)]
-    assert drafts.tolist() == expected
+    lengths = rng.integers(1, 33, (2, 200)).astype(np.int32)
+    tokens = rng.integers(0, 3, (2, 200, 32), np.int32)
+    drafts, num_equal = jax.jit(repeated, static_argnums=4)(tokens[0], lengths[0], tokens[other], lengths[other], 5)
+    own, texts = ([x[:n].tolist() for x, n in zip(tokens[i], lengths[i], strict=True)] for i in (0, other))
+    assert drafts.tolist() == [naive(*both, 5) for both in zip(own, texts, strict=True)]
     assert ((num_equal >= 2) == (drafts[:, 0] >= 0)).all()
     assert num_equal.max() > 4
-
-
-def test_what_followed_in_another_text_is_drafted():
-    tokens, text = jnp.int32([[0, 1, 2, 3, 9]] * 4), jnp.int32([[2, 3, 4, 5, 2, 3, 6, 7]] * 4)
-    drafts, num_equal = repeated(tokens, jnp.int32([4, 4, 3, 1]), text, jnp.int32([8, 6, 8, 8]), 3)
-    assert drafts.tolist() == [[6, 7, 6], [4, 5, 2], [-1] * 3, [-1] * 3]
-    assert num_equal.tolist() == [2, 2, 0, 0]
 
 
 def test_completions_look_into_each_others_texts_in_turn():
@@ -376,9 +367,9 @@ EIGHT, ALL, DRAFTS_FOR_ALL, TWICE, _ = range(5)
         (16, 0, [0.1, 0], ALL),  # twice the rows would cost more
         (16, 0, [0.9, 0.8], TWICE),
         (12, 0, [0.22, 0], DRAFTS_FOR_ALL),  # for four of them
-        (12, 4, [0.22, 0], TWICE),  # else prompts would take their rows
+        (12, 4, [0.22, 0], TWICE),  # else prompts would use their rows
         (12, 0, [0.19, 0], DRAFTS_FOR_ALL),
-        (12, 0, [0.1, 0], ALL),  # packed rows take longer
+        (12, 0, [0.1, 0], ALL),  # packed rows cost more
         (16, 0, [0.1, 0.5], ALL),  # the second drafts get no row
     ],
 )

@@ -72,7 +72,7 @@ def assert_ready(engine, expected):
 
 
 def serve(engine, requests):
-    """The tokens of these requests, all of which end by themselves."""
+    """The tokens of these requests. All end by themselves."""
     outputs = finish(engine)
     assert {outputs[request].outputs[0].finish_reason for request in requests} == {"length"}
     return tokens_of(outputs[request] for request in requests)
@@ -220,7 +220,7 @@ def test_a_stream_that_was_left_may_be_collected_at_any_line(functions, numbers,
     engine = shared_engine()
 
     def leave():
-        short = dataclasses.replace(LONG, max_tokens=3)  # so that each slice takes others
+        short = dataclasses.replace(LONG, max_tokens=3)  # so that each slice has other requests
         stream = engine.stream([[9], [8, 7]] * MAX_REQUESTS, short)  # more than the device holds
         next(stream)
         cycle = [stream]
@@ -334,7 +334,7 @@ def test_an_engine_whose_model_fails_says_so_and_refuses_everything(expected):
     engine.add_request(PROMPTS[1], LONG)
     assert engine._runner.state  # the slice is over
     failures.append(ValueError("the model fails"))
-    assert [output.request_id for output in engine.step()] == [request]  # of the slice before
+    assert [output.request_id for output in engine.step()] == [request]  # from the slice before
     for use in (
         engine.step,
         engine.step,
@@ -471,18 +471,6 @@ def test_a_slice_behind_a_failed_one_does_not_run(monkeypatch):
     assert counts.num_found == 24  # by the second request, of the first one's prompt
     engine.update_weights(random_weights())
     assert tokens_of(engine.generate([prompt], params)) == before
-
-
-def test_generate_spares_the_requests_of_others(expected):
-    engine = shared_engine()
-    first = engine.add_request(PROMPTS[0], LONG)
-    engine.step()
-    assert tokens_of(engine.generate(PROMPTS[1:3], LONG)) == expected[1:3]
-    stream = engine.stream(PROMPTS[3:], LONG)
-    second = engine.add_request(PROMPTS[1], LONG)
-    *_, last = stream
-    assert tokens_of([last]) == expected[3:]
-    assert serve(engine, (first, second)) == expected[:2]
 
 
 def test_abort_says_whom_it_knew_and_ends_all_without_an_id(expected):

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import signal
 from types import SimpleNamespace
 
@@ -66,7 +67,7 @@ def moving(tier):
 
 
 def serve(engine, prompt, params=greedy(6), seed=0):  # noqa: B008  # it is frozen
-    """The prompt and the new tokens, which are those of the model."""
+    """The prompt and the new tokens, which must be the model's."""
     (tokens,) = tokens_of(engine.generate([prompt], params))
     assert tokens == expected_tokens(prompt, params, seed)
     return prompt + tokens
@@ -313,14 +314,11 @@ class FakeDevice:
         """Moves, then loses blocks."""
         moves = self.tier.next_moves() if moves is None else moves
         for run in (*moves.out, *moves.back):
-            found = [key in self.places for key in run.keys]
-            if run in moves.back and all(found[: run.begin]):
+            if run in moves.back and all(key in self.places for key in run.keys[: run.begin]):
                 self.list(run.keys)
-                found = [True] * len(found)
+            found = [self.places[key] for key in itertools.takewhile(self.places.__contains__, run.keys)]
             run.where = np.zeros((2, 1, len(run.keys) + 1), np.int32)
-            num_found = (*found, False).index(False)
-            for column, key in enumerate(run.keys[:num_found]):
-                run.where[:, 0, column] = self.places[key]
+            run.where[:, 0, : len(found)] = np.reshape(found, (-1, 2)).T
             if run in moves.out:
                 run.pages = [
                     (self.make_page("/".join(map(str, run.tokens[first].tolist()))),)

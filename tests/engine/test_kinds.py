@@ -46,8 +46,8 @@ def test_each_width_is_a_kind_and_one_of_them_has_rows_for_chunks_too(num_seats,
 
 @functools.partial(jax.jit, static_argnames="kinds")
 def choose_next(needed, num_waited, num_saved_reads=0, num_read=0, kinds=KINDS):
-    """The next kind if each seat needs this number of tokens, one of which is known to be computed; 0: a free seat.
-    `num_read`: tokens in the cache beside those whose reads are saved."""
+    """The next kind if each seat needs this number of tokens, of them one that is known to be computed; 0: a free seat.
+    `num_read`: tokens in the cache whose reads are not saved."""
     is_taken = needed > 0
     lengths = is_taken.astype(jnp.int32).at[0].add(jnp.maximum(num_saved_reads + num_read - is_taken.sum(), 0))
     scheduler = Scheduler.create(max_requests=SEATS, num_seqs=SEATS, max_length=256)
@@ -78,9 +78,9 @@ def choose_next(needed, num_waited, num_saved_reads=0, num_read=0, kinds=KINDS):
         ([1] * 13 + [2], 0, CHUNK_FOR_ALL),  # idle
         ([2], 0, EIGHT),
         ([1] * 7 + [2], 0, CHUNK_FOR_ALL),  # a narrow step would have no row for it
-        ([1] * 4 + [19], 0, EIGHT),  # 18 in six narrow steps of 3 take 48 rows
+        ([1] * 4 + [19], 0, EIGHT),  # 18 in six narrow steps of 3 need 48 rows
         ([1] * 4 + [20], 0, CHUNK_FOR_ALL),
-        ([43], 0, EIGHT),  # 42 in six narrow steps of 7 take 48 rows, the widest step's number
+        ([43], 0, EIGHT),  # 42 in six narrow steps of 7 need 48 rows, the widest step's number
         ([44], 0, CHUNK_FOR_ALL),
         ([1] * 6 + [2**29], 0, CHUNK_FOR_ALL),  # the rows of its narrow steps overflow
     ],
@@ -152,7 +152,7 @@ def sizes(num_blocks, *, is_gpu=True, **given):
         (16_385, {"max_model_len": 2048}, (512, 2048, 512, (64, 128, 256))),
         (16_385, {"max_num_seqs": 256}, (256, 8192, 768, (64, 128, 256))),
         (16_385, {"max_num_seqs": 1024}, (1024, 8192, 512, (64, 128, 256))),
-        (6_400, {}, (192, 8192, 832, (64, 128))),  # seats for which the pool has 512 tokens each
+        (6_400, {}, (192, 8192, 832, (64, 128))),  # the pool has 512 tokens for each seat
         (2_049, {}, (64, 8192, 448, (64,))),
         (65, {}, (8, 1024, 504, ())),
         (9, {}, (8, 128, 128, ())),  # no more than the pool

@@ -102,7 +102,7 @@ def test_a_step_of_single_tokens_is_sorted_by_group():
 
 
 def test_the_rows_of_a_seat_stay_together():
-    """Of the first group one seat has no row, of the second none has, and of the third only one: no read is saved."""
+    """In the first group one seat has no row, in the second no seat has one, and in the third one: no read is saved."""
     counts, leaders = [1, 0, 3, 2, 0, 0, 0, 2], [0, 1, 8, 0, 1, 0, 6, 6]
     step, seats, groups, num_saved_reads = sort(counts, leaders, [3, 2, 0, 3, 2, 3, 4, 4], padding=2)
     assert seats.tolist() == [0, 3, 5, 1, 4, 6, 7, 2]

@@ -1,4 +1,4 @@
-"""What an engine refuses, each with its reason: parameters, requests, weights, options and models."""
+"""The refusals of an engine: parameters, requests, weights, options and models, each with its reason."""
 
 import collections
 import dataclasses

@@ -92,21 +92,21 @@ def test_a_token_is_its_seats_own():
     """The same alone, and among others with other parameters, in whatever seat."""
     rng = np.random.default_rng(1)
     logits = (rng.normal(size=(24, 300)) * 2).astype(np.float32)
-    logits[:, 200] = logits.max(axis=1)  # two best ones, of which a greedy seat takes the first
+    logits[:, 200] = logits.max(axis=1)  # two best tokens: a greedy seat draws the first
     rows = [(*list(MIXES.values())[i % len(MIXES)], i) if i % 3 else (0, 3, 0.5, 0.5, i) for i in range(24)]
     params = parameters(*np.array(rows).T)
     together = drawn(logits, params)
     assert (together[::3] == logits[::3].argmax(axis=1)).all()
     order = rng.permutation(24)
     assert (drawn(logits[order], jax.tree.map(lambda x: x[order], params)) == together[order]).all()
-    for i in range(24):  # of some, top_p cuts all that is drawn at first
+    for i in range(24):  # for some, top_p cuts all that is drawn at first
         assert drawn(logits[i : i + 1], jax.tree.map(lambda x, i=i: x[i : i + 1], params)) == together[i]
     assert (drawn(logits, params, position=6) != together).sum() > 4
 
 
 RANDOM = np.random.default_rng(0).permutation(np.arange(VOCAB)) / 1000
 EQUAL = np.where(np.arange(200) < 180, -2, -np.inf)
-HALVES = -np.log(2) * np.arange(12)  # of probability 1/2, 1/4, 1/8 and so on
+HALVES = -np.log(2) * np.arange(12)  # probabilities 1/2, 1/4, 1/8 and so on
 ABOVE_HALF = np.nextafter(np.float32(0.5), np.float32(1))
 KEPT = [
     # The narrowest keep the best token, the widest all, and equal logits are kept together.
@@ -122,7 +122,7 @@ KEPT = [
     # top_p is a part of what min_p keeps: 2/3 and 1/3; and of what top_k keeps, here the same.
     *((HALVES, dict(top_p=p, min_p=0.4), kept_tokens) for p, kept_tokens in ((0.6, {0}), (0.7, {0, 1}))),
     *((np.log([4, 2, 1, 1]), dict(top_k=2, top_p=p), kept_tokens) for p, kept_tokens in ((0.6, {0}), (0.7, {0, 1}))),
-    # Of 1/2, 1/4, 1/4 the first alone is a half. No sum of these is rounded.
+    # The first of 1/2, 1/4, 1/4 alone is a half. No sum of these is rounded.
     *((-np.log([1, 2, 2]), dict(top_p=p), kept_tokens) for p, kept_tokens in ((0.5, {0}), (ABOVE_HALF, {0, 1, 2}))),
     *(
         (-np.log([2, 4, 4, 8, 16]), dict(top_k=3, top_p=p), kept_tokens)
@@ -133,7 +133,7 @@ KEPT = [
 
 @pytest.mark.parametrize(("logits", "options", "expected"), KEPT)
 def test_the_tokens_that_are_kept(logits, options, expected):
-    logits = np.pad(logits.astype(np.float32), (0, VOCAB - len(logits)), constant_values=-np.inf)  # of one shape
+    logits = np.pad(logits.astype(np.float32), (0, VOCAB - len(logits)), constant_values=-np.inf)  # one compiled shape
     assert set(tokens_of(logits, **options)) == expected
 
 

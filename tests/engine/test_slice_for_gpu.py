@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -30,10 +31,10 @@ from jaxpaged import (
 from jaxpaged._engine.defaults import COMPILER_OPTIONS
 from jaxpaged._engine.sampling import sample
 from jaxpaged._engine.slices import Setup, apply_model, run_slice
-from jaxpaged._scheduler.records import Sampling
 from lib import llama, routed_experts
 from tests import toy_model
 from tests.compiled import instructions
+from tests.engine.test_sampling import parameters
 from tests.kernels import resources
 from tests.kernels.lowering import mosaic_for
 
@@ -49,7 +50,7 @@ def apply_to_parts(weights, tokens, positions, cache, step):
 
 
 def apply_by_kernels(weights, tokens, positions, cache, step):
-    """Heads as the kernels take them."""
+    """Heads in the layout of the kernels."""
     x = weights["embedding"][tokens]
     cache, out = step.attend(x, x, x, cache)
     return cache, x + out
@@ -130,17 +131,8 @@ def latents():
 
 def sampling():
     _device.is_gpu = lambda: True
-    numbers = jnp.zeros(ROWS, jnp.int32)
-    types = dict(
-        temperature=jnp.float32,
-        top_k=jnp.int32,
-        top_p=jnp.float32,
-        min_p=jnp.float32,
-        seed=jnp.uint32,
-        adapter=jnp.int32,
-    )
-    params = Sampling(**{name: numbers.astype(dtype) for name, dtype in types.items()})
-    return compiled(sample, jnp.zeros((ROWS, 1000), jnp.bfloat16), params, numbers, jnp.bool_(False))
+    params, positions = parameters(0, 0, 0, 0, np.zeros(ROWS)), jnp.zeros(ROWS, jnp.int32)
+    return compiled(sample, jnp.zeros((ROWS, 1000), jnp.bfloat16), params, positions, jnp.bool_(False))
 
 
 def module(of):
@@ -157,7 +149,7 @@ def test_the_slice_copies_neither_a_cache_nor_weights_and_never_calls_the_host()
     assert "while" in of_cache  # the search sees the cache
     assert not [name for name in of_cache if name.startswith("copy")]
     part, whole = (f"f32[{toy_model.FEATURES},{n * toy_model.HEADS * toy_model.HEAD_DIM}]" for n in (1, 3))
-    assert part in text  # of q, k or v
+    assert part in text  # the matrix for q, k or v
     assert whole not in text
     assert not {name for name, *_ in instructions(text)} & {"infeed", "outfeed", "send", "recv"}
     assert "callback" not in text
@@ -171,7 +163,7 @@ def test_a_step_copies_no_weights(of):
 
 
 def test_sampling_computes_only_what_a_request_asks_for():
-    """A draw, top_k, top_p, the rare second draw, logprobs: XLA computes both branches of what it takes for cheap."""
+    """A draw, top_k, top_p, the rare second draw, logprobs: XLA computes both branches where that is cheap."""
     names = [name for name, *_ in instructions(module("sampling"))]
     assert names.count("conditional") == 5
 

@@ -1,4 +1,4 @@
-"""`top_logprobs`: the model's most likely tokens for new tokens, for those of prompts and for scored ones."""
+"""`top_logprobs`: the model's most likely tokens, for new tokens, prompts and scored tokens."""
 
 import functools
 

@@ -341,18 +341,6 @@ def test_a_head_drafts_from_hidden_states():
         assert least <= counts.num_accepted <= counts.num_drafted
 
 
-def test_a_seat_that_a_request_has_left_keeps_no_hidden_state_of_it():
-    # One that is preempted may get tokens in another seat, and come back.
-    drafting, nobody = Drafting.create(2, 1, 8).with_room(jax.ShapeDtypeStruct((1,), jnp.float32)), 8
-    owners = []
-    for seated, num_new in (((5, 3), (1, 1)), ((5, 3), (0, 1)), ((nobody, 5), (0, 1)), ((5, nobody), (0, 0))):
-        rows = jnp.arange(2, dtype=jnp.int32)
-        step = SimpleNamespace(seats=rows, request_ids=jnp.array(seated), last=rows, num_drafts=0 * rows)
-        drafting = drafting.with_hidden(jnp.ones((2, 1)), step, jnp.array(num_new), is_mixed=False)
-        owners.append(drafting.owners.tolist())
-    assert owners == [[5, 3], [5, 3], [-1, 5], [-1, -1]]
-
-
 KINDS = make_kinds(16, 80, (8, 16, 32), cost=lambda rows: 100.0 + rows)
 EIGHT, ALL, DRAFTS_FOR_ALL, TWICE, _ = range(5)
 

@@ -205,7 +205,7 @@ def one_kind_of_steps():
         yield
 
 
-ENGINES = []  # shared by tests: after each test they have no requests
+ENGINES: list[Engine] = []  # shared by tests: after each test they have no requests
 
 
 @functools.cache

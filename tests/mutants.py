@@ -34,7 +34,7 @@ COLLISIONS = "tests/allocator/test_prefix_cache.py::collide or collision"
 LISTING, BEGINNINGS = "jaxpaged/_allocator/listing.py", "jaxpaged/_allocator/prefix_match.py"
 PLANNING, PROGRESS = "jaxpaged/_scheduler/planning.py", "jaxpaged/_scheduler/progress.py"
 WINDOWS = "tests/allocator/test_windows.py::window"
-LOADS = "tests/engine/test_engine.py::depend_on_the_load and 16"
+LOADS = "tests/engine/test_engine.py::depend_on_the_load"
 GROUPS, FOUND = (
     "jaxpaged/_slice/prefix_groups.py",
     "tests/engine/test_prefix_groups.py::seats_form or what_is or not_full",

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -13,14 +14,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged import Engine, EngineOptions, KVCache, SamplingParams, rotary_frequencies
 from jaxpaged._engine import program
+from jaxpaged._engine.requests import completion_seed
 from jaxpaged._slice import kinds
 from jaxpaged._slice.sampling import DRAWS
 from jaxpaged.ops import rotate_and_write_kv
+from tests.compiled import instructions
 
 VOCAB, FEATURES, HEADS, HEAD_DIM = 48, 32, 4, 8
 BLOCK_SIZE, SEATS, MAX_TOKENS, MAX_REQUESTS, STEPS = 4, 6, 48, 16, 8
-WIDTHS = (2, 3)  # each is compiled, beside the two that every engine has; the second takes chunks
-BLOCKS = SEATS * MAX_TOKENS // BLOCK_SIZE  # all that the seats may need
+WIDTHS = (2, 3)  # compiled in addition to the two widths of every engine; the second has rows for chunks
+BLOCKS = SEATS * MAX_TOKENS // BLOCK_SIZE  # enough for all seats
 TIGHT = 2 * MAX_TOKENS // BLOCK_SIZE  # blocks: two requests at their limit
 FREQUENCIES = rotary_frequencies(HEAD_DIM)
 
@@ -29,6 +32,11 @@ def random_weights(seed=0):
     shapes = {"embedding": (VOCAB, FEATURES), "qkv": (FEATURES, 3 * HEADS * HEAD_DIM), "head": (FEATURES, VOCAB)}
     keys = jax.random.split(jax.random.key(seed), len(shapes))
     return {name: jax.random.normal(key, shape) * 0.5 for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
+
+
+def create_cache(num_blocks=BLOCKS + 1, **changes):
+    sizes = dict(block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype="float32")
+    return KVCache.create(num_blocks=num_blocks, **sizes | changes)
 
 
 def project(weights, tokens):
@@ -64,9 +72,8 @@ def weights_over_heads(mesh, seed=0):
 def over_heads(num_devices, num_blocks):
     """Options of `create_engine` for an engine whose devices have some of the heads each, and their mesh."""
     mesh = jax.make_mesh((num_devices,), ("heads",), devices=jax.devices()[:num_devices])
-    sizes = dict(block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_dim=HEAD_DIM)
-    create = functools.partial(KVCache.create, num_blocks=num_blocks, dtype="float32", **sizes)
-    cache = jax.jit(create, out_shardings=NamedSharding(mesh, PartitionSpec(None, None, "heads")))()
+    sharding = NamedSharding(mesh, PartitionSpec(None, None, "heads"))
+    cache = jax.jit(functools.partial(create_cache, num_blocks), out_shardings=sharding)()
     return dict(model=apply_to_heads, weights=weights_over_heads(mesh), cache=cache), mesh
 
 
@@ -75,9 +82,7 @@ def logits_after(weights, tokens, length):
     """The same for one sequence, with plain attention: logits [vocab] after its first `length` tokens."""
     x, q, k, v = project(weights, tokens)
     positions = jnp.arange(len(tokens), dtype=jnp.int32)
-    scratch = KVCache.create(
-        num_blocks=1, block_size=len(tokens), num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype="float32"
-    )
+    scratch = create_cache(1, block_size=len(tokens))
     scratch, q = rotate_and_write_kv(scratch, q, k, v, positions, positions, FREQUENCIES)
     scores = jnp.einsum("qhd,khd->hqk", q, scratch.k[0]) / HEAD_DIM**0.5
     scores = jnp.where(positions[None, None] <= positions[None, :, None], scores, -jnp.inf)
@@ -87,7 +92,7 @@ def logits_after(weights, tokens, length):
 
 @jax.jit
 def noise_of(seed, position, draw):
-    """Gumbel noise of the only chunk's tokens, behind that of the chunk."""
+    """Gumbel noise for the tokens of the only chunk, after the chunk's own."""
     index = jnp.arange(1, 1 + VOCAB, dtype=jnp.uint32)
     counter = jnp.concatenate([jnp.full_like(index, draw.astype(jnp.uint32)), index])
     words = threefry_2x32((seed, position.astype(jnp.uint32)), counter)[:VOCAB]
@@ -109,7 +114,7 @@ def kept(weights, top_k, top_p, min_p):
 
 
 def drawn(scores, params, position):
-    """Of the tokens drawn as if top_p were 1, the first that is kept; if none is, one drawn from those kept."""
+    """The first kept token of the draws without top_p; if top_p cuts all, a draw from the kept tokens."""
     weights = np.exp(scores - scores.max())
     is_before_top_p, is_kept = (kept(weights, params.top_k, top_p, params.min_p) for top_p in (1, params.top_p))
     draws = map(np.int32, range(DRAWS + 1))
@@ -120,26 +125,44 @@ def drawn(scores, params, position):
     return np.where(is_kept, scores + last, -np.inf).argmax()
 
 
-def continuation(weights, prompt, params):
-    """One request by itself: its new tokens and their logprobs."""
-
-    def logits_of(tokens):
-        padded = np.zeros(MAX_TOKENS, np.int32)
-        padded[: len(tokens)] = tokens
-        return logits_after(weights, padded, np.int32(len(tokens)))
-
-    return continuation_of(logits_of, prompt, params)
+def next_logits(weights, tokens):
+    """The logits after the last of one sequence's tokens, in float64."""
+    padded = np.zeros(MAX_TOKENS, np.int32)
+    padded[: len(tokens)] = tokens
+    return np.asarray(logits_after(weights, padded, np.int32(len(tokens))), np.float64)
 
 
-def continuation_of(logits_of, prompt, params):
-    """The same of any model: `logits_of` tokens says what follows the last."""
+def log_softmax(logits):
+    return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+
+
+def continuation_of(logits_of, prompt, params, index=0):
+    """One completion of a request: its tokens and their logprobs. `logits_of` tokens are those after the last."""
     tokens, logprobs = list(prompt), []
+    params = dataclasses.replace(params, seed=completion_seed(params.seed, index)) if index else params
     while len(logprobs) < params.max_tokens and not (logprobs and tokens[-1] in params.stop_token_ids):
         logits = np.asarray(logits_of(tokens), np.float64)
         temperature = params.temperature
         tokens.append(int(drawn(logits / temperature, params, len(tokens)) if temperature else logits.argmax()))
-        logprobs.append(logits[tokens[-1]] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
+        logprobs.append(log_softmax(logits)[tokens[-1]])
     return tokens[len(prompt) :], logprobs
+
+
+def continuation(weights, prompt, params, index=0):
+    return continuation_of(functools.partial(next_logits, weights), prompt, params, index)
+
+
+def greedy(max_tokens=8):
+    return SamplingParams(max_tokens=max_tokens, temperature=0)
+
+
+def expected_tokens(prompt, params, seed=0):
+    return continuation(random_weights(seed), prompt, params)[0]
+
+
+def tokens_of(outputs):
+    """The tokens of each completion, in order."""
+    return [completion.token_ids for output in outputs for completion in output.outputs]
 
 
 def create_engine(
@@ -150,33 +173,30 @@ def create_engine(
     cache=None,
     num_blocks=BLOCKS + 1,
     device=None,
-    shares=False,
     draft=None,
+    shares=False,
     **options,
 ):
-    """`shares`: with a prefix cache, shared blocks are read once as soon as there are any, as for larger ones on a GPU:
-    two more kinds of steps to compile."""
+    """`shares`: with a prefix cache, shared blocks are read once from the first on, as large ones are on a GPU. This
+    needs two more kinds of steps."""
     sizes = dict(max_num_seqs=SEATS, max_model_len=MAX_TOKENS, max_requests=MAX_REQUESTS, steps_per_slice=STEPS)
-    # Not optimised: compiling takes longer than running. `batch_invariant`: one kind of steps, which compiles sooner.
+    # Compilation costs more than the run, so LLVM optimises nothing. `batch_invariant` has one kind of steps.
     sizes |= dict(num_stop_ids=2, chunk_tokens=16, compiler_options={"xla_backend_optimization_level": 0})
     if cache is None:
-        cache = KVCache.create(
-            num_blocks=num_blocks, block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype="float32"
-        )
-        weights, cache = jax.device_put((random_weights() if weights is None else weights, cache), device)
+        weights, cache = jax.device_put((weights or random_weights(), create_cache(num_blocks)), device)
     least = mock.patch.object(program, "chosen_least_saved_reads", return_value=1 if shares else None)
     with least, mock.patch.object(kinds, "SHARING_TOKENS", 0):
         return Engine(model, weights, cache, head=head, draft=draft, options=EngineOptions(**sizes | options))
 
 
 def not_compiled():
-    """Engines made meanwhile run no slice, and are made in a tenth of the time."""
+    """Engines made in this context cannot run a slice. They need a tenth of the time."""
     return mock.patch.object(jax.stages.Lowered, "compile")
 
 
 @contextlib.contextmanager
 def one_kind_of_steps():
-    """Engines have one kind of steps, which compiles sooner: the widest, which is taken whatever is to be computed."""
+    """Engines have only the widest kind of steps, which compiles sooner."""
 
     def make_kinds(num_seats, chunk_tokens, widths=(), *, cost=None, **_):
         (kind,) = kinds.make_kinds(num_seats, chunk_tokens, batch_invariant=True, cost=cost)
@@ -186,20 +206,53 @@ def one_kind_of_steps():
         yield
 
 
-ENGINES = {}  # by their options: an engine that has no requests is as good as a new one
+ENGINES: list[Engine] = []  # shared by tests: after each test they have no requests
 
 
-def shared_engine(chunk_tokens, *, prefix_cache=False, batch_invariant=False):
-    options = chunk_tokens, prefix_cache, batch_invariant
-    if options not in ENGINES:
-        ENGINES[options] = create_engine(
-            chunk_tokens=chunk_tokens,
-            prefix_cache=prefix_cache,
-            shares=prefix_cache,
-            batch_invariant=batch_invariant,
-            widths=WIDTHS[prefix_cache:],  # the narrowest without a prefix cache
-        )
-    return ENGINES[options]
+@functools.cache
+def create_once(**options):
+    ENGINES.append(create_engine(**options))
+    return ENGINES[-1]
+
+
+def shared_engine(*, prefix_cache=False, batch_invariant=False):
+    """An engine with `random_weights()` and no cached prefix."""
+    # Without a prefix cache, it has the narrowest kind of steps.
+    options = dict(prefix_cache=prefix_cache, shares=prefix_cache, widths=WIDTHS[prefix_cache:])
+    engine = create_once(**options, batch_invariant=batch_invariant)
+    engine.update_weights(random_weights())
+    return engine
+
+
+def assert_whole(engine, hidden=None):
+    """All invariants hold. `hidden`: the blocks from `fewer_blocks`."""
+    state = engine._runner.state
+    allocator = state.allocator if hidden is None else with_blocks_back(state.allocator, hidden)
+    scheduler, allocator = jax.tree.map(np.asarray, (state.scheduler, allocator))
+    assert scheduler.broken_invariants(allocator) == allocator.broken_invariants() == ()
+
+
+def assert_idle(engine):
+    """No request is left, and all blocks are free."""
+    assert_whole(engine)
+    stats = engine.stats()
+    assert engine._books.is_settled
+    assert int(engine._runner.state.allocator.num_free) == stats.num_blocks
+
+
+@contextlib.contextmanager
+def counting(engine):
+    """The increase of each count of `EngineStats` in this context."""
+    before, counts = engine.stats(), SimpleNamespace()
+    yield counts
+    for name, value in vars(engine.stats()).items():
+        if name.startswith("num_"):
+            setattr(counts, name, value - getattr(before, name))
+
+
+def operations_on(text, shape):
+    """The operations of a compiled program whose result has this shape."""
+    return [name for name, _, line in instructions(text) if shape in line.split(name + "(")[0]]
 
 
 def finish(engine):

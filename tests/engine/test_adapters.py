@@ -1,4 +1,4 @@
-"""Adapters: each request's tokens are those of weights into which its adapter was merged, whatever runs beside it."""
+"""Adapters: a request's tokens equal the tokens of merged weights, whatever adapters other requests have."""
 
 import dataclasses
 import functools
@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import jaxpaged
-from jaxpaged import SamplingParams
 from tests.toy_model import (
     BLOCK_SIZE,
     BLOCKS,
+    ENGINES,
     FEATURES,
     FREQUENCIES,
     HEAD_DIM,
@@ -20,14 +20,19 @@ from tests.toy_model import (
     TIGHT,
     VOCAB,
     continuation,
+    counting,
     create_engine,
     fewer_blocks,
     finish,
+    greedy,
     random_weights,
     requests,
+    tokens_of,
 )
 
+pytestmark = pytest.mark.usefixtures("idle_engines")
 NUM_ADAPTERS, RANK = 3, 2
+CHOSEN = None, *range(NUM_ADAPTERS)
 LAYERS = {"qkv": 3 * HEADS * HEAD_DIM, "head": VOCAB}
 
 
@@ -64,23 +69,28 @@ def merged(adapter, adapters=None):
     }
 
 
+def with_adapters(adapters):
+    return random_weights() | {"adapters": adapters}
+
+
 @functools.cache
-def adapted_engine(**options):
-    weights = random_weights() | {"adapters": random_adapters()}
-    model = dict(model=adapted, head=adapted_head, weights=weights)
-    return create_engine(**model, num_adapters=NUM_ADAPTERS, widths=(), **options)
+def create_adapted_engine(**options):
+    model = dict(model=adapted, head=adapted_head, weights=with_adapters(random_adapters()))
+    ENGINES.append(create_engine(**model, num_adapters=NUM_ADAPTERS, widths=(), prefix_cache=True, **options))
+    return ENGINES[-1]
 
 
-def engine_with(adapters=None, **options):
-    engine = adapted_engine(**options)
-    engine.update_weights(random_weights() | {"adapters": adapters or random_adapters()})
+@pytest.fixture
+def engine():
+    """It has no cached prefix."""
+    engine = create_adapted_engine()
+    engine.update_weights(with_adapters(random_adapters()))
     return engine
 
 
-def some_requests(count=16):
+def some_requests(count):
     prompts, params = requests(count)
-    chosen = [None, *range(NUM_ADAPTERS)]
-    return prompts, [dataclasses.replace(of_one, adapter=chosen[i % 4]) for i, of_one in enumerate(params)]
+    return prompts, [dataclasses.replace(of_one, adapter=CHOSEN[i % 4]) for i, of_one in enumerate(params)]
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 24, 25])
@@ -95,9 +105,7 @@ def test_equal_to_merged_weights(tokens):
     for t, i in enumerate(ids):
         expected = x[t] @ (w if i < 0 else w + a[i].T @ b[i])
         np.testing.assert_allclose(out[t], expected, rtol=1e-4, atol=1e-4)
-    assert (
-        jaxpaged.lora(x.astype(jnp.bfloat16), a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), ids).dtype == "bfloat16"
-    )
+    assert jaxpaged.lora(*(array.astype(jnp.bfloat16) for array in (x, a, b)), ids).dtype == "bfloat16"
 
 
 def test_shapes_that_do_not_fit_are_refused():
@@ -111,94 +119,55 @@ def test_shapes_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize("left", [BLOCKS, TIGHT], ids=["plenty", "tight"])
-def test_tokens_are_those_of_merged_weights_among_other_adapters(left):
-    prompts, params = some_requests()
-    engine = engine_with(prefix_cache=True)
-    before = engine.stats()
-    with fewer_blocks(engine, left):
+def test_tokens_are_those_of_merged_weights_among_other_adapters(engine, left):
+    prompts, params = some_requests(16)
+    with counting(engine) as counts, fewer_blocks(engine, left):
         outputs = engine.generate(prompts, params)
-    assert left == BLOCKS or engine.stats().num_preempted > before.num_preempted
+    assert (counts.num_preempted > 0) == (left == TIGHT)
     for prompt, of_one, output in zip(prompts, params, outputs, strict=True):
         tokens, logprobs = continuation(merged(of_one.adapter), prompt, of_one)
         assert output.outputs[0].token_ids == tokens
         if of_one.logprobs:
             np.testing.assert_allclose(output.outputs[0].logprobs, logprobs, atol=1e-4)
-    for i in (1, 6, 11):  # alone
-        assert engine.generate([prompts[i]], params[i])[0].outputs[0].token_ids == outputs[i].outputs[0].token_ids
 
 
 def test_a_batch_invariant_engine_gives_the_same_bits_among_other_adapters():
     prompts, params = some_requests(8)
     params = [dataclasses.replace(of_one, logprobs=True, n=1) for of_one in params]
-    engine = engine_with(batch_invariant=True, prefix_cache=True)
-    together = engine.generate(prompts, params)
+    exact_engine = create_adapted_engine(batch_invariant=True)
+    together = exact_engine.generate(prompts, params)
     for prompt, of_one, output in zip(prompts, params, together, strict=True):
-        assert engine.generate([prompt], of_one)[0].outputs == output.outputs
-        (score,) = engine.score([prompt], [output.outputs[0].token_ids], adapter=of_one.adapter)
+        assert exact_engine.generate([prompt], of_one)[0].outputs == output.outputs
+        (score,) = exact_engine.score([prompt], tokens_of([output]), adapter=of_one.adapter)
         assert score.logprobs == output.outputs[0].logprobs
 
 
-def test_a_prefix_is_found_by_its_own_adapter_only():
-    engine = engine_with(prefix_cache=True)
-    prompt, new_tokens = [*range(2 * BLOCK_SIZE + 1)], 2
-    chosen = [None, *range(NUM_ADAPTERS)]
+def test_a_prefix_is_found_by_its_own_adapter_only(engine):
+    prompt, long = [*range(2 * BLOCK_SIZE + 1)], greedy(30)
 
-    def found(adapters, engine_adapters=None):
-        before = engine.stats().num_found
-        params = [SamplingParams(max_tokens=new_tokens, temperature=0, adapter=adapter) for adapter in adapters]
-        for adapter, output in zip(adapters, engine.generate([prompt] * len(params), params), strict=True):
-            expected, _ = continuation(merged(adapter, engine_adapters), prompt, params[0])
-            assert output.outputs[0].token_ids == expected
-        return engine.stats().num_found - before
+    def num_found(chosen, adapters=None):
+        params = [dataclasses.replace(greedy(2), adapter=adapter) for adapter in chosen]
+        with counting(engine) as counts:
+            outputs = engine.generate([prompt] * len(params), params)
+        assert tokens_of(outputs) == [continuation(merged(i, adapters), prompt, greedy(2))[0] for i in chosen]
+        return counts.num_found
 
-    assert [found([adapter]) for adapter in chosen] == [0] * 4
-    assert found(chosen) == 4 * 2 * BLOCK_SIZE
+    assert [num_found([adapter]) for adapter in CHOSEN] == [0] * 4
+    assert num_found(CHOSEN) == 4 * 2 * BLOCK_SIZE
 
     # Another adapter 1, while a request of each runs on.
+    other = random_adapters(2)
     new = {
-        name: tuple(old.at[1].set(other[1]) for old, other in zip(pair, random_adapters(2)[name], strict=True))
+        name: tuple(a.at[1].set(b[1]) for a, b in zip(pair, other[name], strict=True))
         for name, pair in random_adapters().items()
     }
-    for adapter in chosen:
-        engine.add_request([7] * 9, SamplingParams(max_tokens=30, temperature=0, adapter=adapter))
+    for adapter in CHOSEN:
+        engine.add_request([7] * 9, dataclasses.replace(long, adapter=adapter))
     engine.step()
-    engine.update_weights(random_weights() | {"adapters": new}, adapters=[1])
-    assert [found([adapter], new) for adapter in chosen] == [8, 8, 0, 8]
-    outputs = finish(engine)
-    for adapter, output in zip(chosen, outputs.values(), strict=True):
-        if adapter != 1:
-            expected = continuation(merged(adapter), [7] * 9, SamplingParams(max_tokens=30, temperature=0))[0]
-            assert output.outputs[0].token_ids == expected
-    assert found(chosen, new) == 4 * 2 * BLOCK_SIZE
-    engine.update_weights(random_weights() | {"adapters": new})
-    assert [found([adapter], new) for adapter in chosen] == [0] * 4
-
-
-def test_scores_and_rollouts_take_adapters():
-    engine = engine_with(prefix_cache=True)
-    prompt = [3, 1, 4, 1, 5]
-    params = SamplingParams(max_tokens=6, temperature=1.0, seed=5, n=2, adapter=2, prompt_logprobs=True)
-    rollout = engine.rollout([prompt], params)
-    texts = rollout.tokens.tolist()
-    scores = engine.score([prompt] * 2, texts, adapter=2)
-    for row, (tokens, score) in enumerate(zip(texts, scores, strict=True)):
-        np.testing.assert_allclose(rollout.logprobs[row], score.logprobs, atol=1e-4)
-        if row == 0:
-            expected = continuation(merged(2), prompt, dataclasses.replace(params, n=1))
-            assert tokens == expected[0]
-            np.testing.assert_allclose(score.logprobs, expected[1], atol=1e-4)
-    (other,) = engine.score([prompt], texts[:1])
-    assert not np.allclose(other.logprobs, scores[0].logprobs, atol=0.1)
-
-
-def test_what_no_adapter_is_is_refused():
-    engine = engine_with(prefix_cache=True)
-    with pytest.raises(ValueError, match="below the engine's num_adapters=3; got adapter=3"):
-        engine.add_request([1], SamplingParams(adapter=3))
-    for wrong in (-1, True, 1.0):
-        with pytest.raises(ValueError, match="adapter must be"):
-            SamplingParams(adapter=wrong)
-    with pytest.raises(ValueError, match="adapters must be below the engine's num_adapters=3; got adapters=3"):
-        engine.update_weights(random_weights() | {"adapters": random_adapters()}, adapters=[3])
-    with pytest.raises(ValueError, match="adapters must be a sequence; got adapters=0"):
-        engine.update_weights(random_weights() | {"adapters": random_adapters()}, adapters=0)
+    engine.update_weights(with_adapters(new), adapters=[1])
+    assert [num_found([adapter], new) for adapter in CHOSEN] == [8, 8, 0, 8]
+    for adapter, tokens in zip(CHOSEN, tokens_of(finish(engine).values()), strict=True):
+        assert adapter == 1 or tokens == continuation(merged(adapter), [7] * 9, long)[0]
+    assert num_found(CHOSEN, new) == 4 * 2 * BLOCK_SIZE
+    engine.update_weights(with_adapters(new))
+    assert [num_found([adapter], new) for adapter in CHOSEN] == [0] * 4

@@ -14,29 +14,24 @@ MAX_REQUESTS = 3
 NOBODY = MAX_REQUESTS
 
 
-def report(places=(), tokens=(), finished=()):
-    """`places` of the rows that were sent; `tokens`: (place, token), in the order of the steps; `finished` places."""
+def take(books, places=(), tokens=(), finished=()):
+    """The books read a report. `places` of the rows that were sent; `tokens`: (place, token), in the order of the
+    steps; `finished` places."""
     ends = np.zeros(MAX_REQUESTS, np.int32)
     ends[list(finished)] = RequestStatus.EXHAUSTED
-    of, what = np.array(list(tokens) or [(NOBODY, 0)], np.int32).T
-    nothing = np.full(1, NOBODY)
-    return SimpleNamespace(
+    owners, drawn = np.array(list(tokens) or [(NOBODY, 0)], np.int32).T
+    scores = dict.fromkeys(("request_ids", "positions", "logprobs", "is_best"), np.full(1, NOBODY))
+    report = SimpleNamespace(
         request_ids=np.array(places, np.int32),
         submit_statuses=np.full(len(places), SubmitStatus.ACCEPTED),
-        outbox=SimpleNamespace(request_ids=of, tokens=what, finished=ends),
-        logprobs=np.zeros(len(of), np.float32),
+        outbox=SimpleNamespace(request_ids=owners, tokens=drawn, finished=ends),
+        logprobs=np.zeros(len(owners), np.float32),
         top_logprobs=None,
         aux=None,
-        scores=SimpleNamespace(
-            request_ids=nothing, positions=nothing, logprobs=nothing, is_best=nothing, top_logprobs=None
-        ),
+        scores=SimpleNamespace(**scores, top_logprobs=None),
         num_cached=None,
     )
-
-
-def take(books, *args, **options):
-    written = report(*args, **options)
-    return books.take_tokens(written, books.take_places(written).version)
+    return books.take_tokens(report, books.take_places(report).version)
 
 
 @pytest.fixture
@@ -49,6 +44,10 @@ def add(books, count, **options):
     return [books.add(np.array([1, 2], np.int32), params) for _ in range(count)]
 
 
+def ids(rows):
+    return [row.request_id for row in rows]
+
+
 def take_tokens(books):
     return [(output.request_id, output.outputs[0].token_ids) for output in books.take_outputs()]
 
@@ -56,8 +55,8 @@ def take_tokens(books):
 def test_a_row_waits_goes_out_and_ends(books):
     first, second = add(books, 2)
     sent = books.send(1)
-    assert [row.request_id for row in sent.rows] == [first]
-    assert [row.request_id for row in books.queue] == [second]
+    assert ids(sent.rows) == [first]
+    assert ids(books.queue) == [second]
     assert books.num_open == 2
     assert take(books, [2], [(2, 7), (2, 8)])["num_generated"] == 2
     assert list(books.on_device) == [2]
@@ -93,44 +92,36 @@ def test_adapters_are_forgotten_one_by_one():
     assert books.forgets.all()
 
 
-def test_what_a_failed_slice_took_is_sent_again_in_order(books):
-    ids = add(books, 3)
+def test_requests_and_aborts_of_a_failed_slice_are_taken_back_in_order(books):
+    first, *others = add(books, 3)
+    books.send(1)
+    take(books, [2])
     books.forget()
     sent = books.send(2)
     assert sent.forgets.all()
     assert not books.forgets.any()
-    books.end(books.find(ids[0], None))
+    books.end(books.find(first, None))  # once the slice was sent
+    assert (sent.aborts, ids(sent.rows)) == ([], others)
+    books.end(books.find(others[0], None))
     books.take_back()
     assert books.forgets.all()
-    assert [row.request_id for row in books.queue] == [ids[1], ids[2]]
-    assert [(output.request_id, output.finished) for output in books.take_outputs()] == [(ids[0], True)]
-    assert books.num_open == 2
-
-
-def test_a_slice_that_is_taken_back_keeps_order_and_later_aborts(books):
-    first, *others = add(books, 3)
-    books.send(1)
-    take(books, [2])
-    sent = books.send(2)
-    books.end(books.find(first, None))  # once the slice was sent
-    assert (sent.aborts, [row.request_id for row in sent.rows]) == ([], others)
-    books.take_back()
     again = books.send(2)
-    assert (again.aborts, [row.request_id for row in again.rows]) == ([2], others)
+    assert (again.aborts, ids(again.rows)) == ([2], others[1:])
+    # The device has yet to end the first.
+    assert [(output.request_id, output.finished) for output in books.take_outputs()] == [(others[0], True)]
 
 
 def test_slices_are_taken_back_from_the_last_on(books):
-    ids = add(books, 3)
+    requests = add(books, 3)
     books.send(1)
     take(books, [1])
-    books.end(books.find(ids[0], None))
+    books.end(books.find(requests[0], None))
     assert books.send(1).aborts == [1]
     books.send(1)
     for _ in range(2):
         books.take_back()
     again = books.send(2)
-    assert [row.request_id for row in again.rows] == ids[1:]
-    assert again.aborts == [1]
+    assert (again.aborts, ids(again.rows)) == ([1], requests[1:])
 
 
 def test_an_abort_of_a_row_under_way_is_sent_once_its_place_is_known(books):
@@ -161,7 +152,7 @@ def test_one_completion_is_named(books):
 
 
 def test_an_end_that_ctrl_c_kept_from_being_told_is_known_still(books, monkeypatch):
-    ids = add(books, 2)
+    requests = add(books, 2)
     books.send(2)
     take(books, [0, 1], [(0, 3), (1, 4)], finished=[0, 1])
     outputs, make_output = iter(range(1, 100)), books_module.make_output
@@ -174,16 +165,16 @@ def test_an_end_that_ctrl_c_kept_from_being_told_is_known_still(books, monkeypat
     monkeypatch.setattr(books_module, "make_output", make_until)
     with pytest.raises(KeyboardInterrupt):
         books.take_outputs()
-    assert [len(books.find(request, None)) for request in ids] == [1, 1]
+    assert [len(books.find(request, None)) for request in requests] == [1, 1]
     assert len(books.find(None, None)) == 2
-    assert [request for request, _ in take_tokens(books)] == ids
-    assert [books.find(request, None) for request in (*ids, None)] == [[], [], []]
+    assert [request for request, _ in take_tokens(books)] == requests
+    assert [books.find(request, None) for request in (*requests, None)] == [[], [], []]
 
 
 def test_of_dropped_requests_nothing_is_told(books):
-    ids = add(books, 2)
+    requests = add(books, 2)
     books.send(1)
-    books.drop(ids)
+    books.drop(requests)
     assert not books.requests
     assert not books.queue
     take(books, [0], [(0, 3)])
@@ -208,10 +199,10 @@ def test_logprobs_are_wanted_by_who_is_out(books):
 def test_rows_that_are_held_keep_their_turn(books):
     first, second, third = add(books, 3)
     assert books.send(1, lambda row: True).rows == []  # one is looked at
-    assert [row.request_id for row in books.queue] == [first, second, third]
+    assert ids(books.queue) == [first, second, third]
     assert not books.has_more  # it would be held again, and again
     sent = books.send(10, lambda row: row.request_id != second)
-    assert [row.request_id for row in sent.rows] == [second]
-    assert [row.request_id for row in books.queue] == [first, third]
+    assert ids(sent.rows) == [second]
+    assert ids(books.queue) == [first, third]
     assert not books.has_more
-    assert [row.request_id for row in books.send(10).rows] == [first, third]
+    assert ids(books.send(10).rows) == [first, third]

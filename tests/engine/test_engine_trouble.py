@@ -1,4 +1,4 @@
-"""The engine in trouble: Ctrl-C, models that fail at run time, calls that are left early, forks."""
+"""The engine after a fault: Ctrl-C, models that fail at run time, abandoned calls, forks."""
 
 import concurrent.futures
 import contextlib
@@ -16,34 +16,37 @@ import weakref
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from jaxpaged import Engine, SamplingParams
-from jaxpaged._engine import books as books_module
 from jaxpaged._engine.books import Books
 from jaxpaged._engine.interrupts import Latch, without_interrupts
 from jaxpaged._engine.runner import Runner
 from jaxpaged._slice.packing import pack
 from tests import toy_model
 from tests.toy_model import (
-    BLOCKS,
     MAX_REQUESTS,
     MAX_TOKENS,
     STEPS,
+    assert_idle,
+    continuation,
+    counting,
     create_engine,
     finish,
+    greedy,
     not_compiled,
     random_weights,
     shared_engine,
+    tokens_of,
+)
+
+pytestmark = pytest.mark.usefixtures("idle_engines")
+needs_the_main_thread = pytest.mark.skipif(
+    threading.current_thread() is not threading.main_thread(), reason="only the main thread gets SIGINT"
 )
 
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
-LONG = SamplingParams(max_tokens=30, temperature=1.0, seed=3)
-
-
-def read_tokens(outputs):
-    return [completion.token_ids for output in outputs for completion in output.outputs]
+LONG = SamplingParams(max_tokens=30, seed=3)
 
 
 @pytest.fixture(autouse=True)
@@ -58,14 +61,21 @@ def interrupts():
 
 @pytest.fixture(scope="module")
 def expected():
-    return read_tokens(shared_engine(16).generate(PROMPTS, LONG))
+    return tokens_of(shared_engine().generate(PROMPTS, LONG))
 
 
 def assert_ready(engine, expected):
     """Nothing of earlier requests is left that could change the tokens of others or hold blocks."""
     assert engine._books.is_settled
-    assert read_tokens(engine.generate(PROMPTS, LONG)) == expected
-    assert int(engine._runner.state.allocator.num_free) == BLOCKS
+    assert tokens_of(engine.generate(PROMPTS, LONG)) == expected
+    assert_idle(engine)
+
+
+def serve(engine, requests):
+    """The tokens of these requests. All end by themselves."""
+    outputs = finish(engine)
+    assert {outputs[request].outputs[0].finish_reason for request in requests} == {"length"}
+    return tokens_of(outputs[request] for request in requests)
 
 
 def interrupt_waits(monkeypatch, number, raised=KeyboardInterrupt):
@@ -83,7 +93,7 @@ def interrupt_waits(monkeypatch, number, raised=KeyboardInterrupt):
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, TimeoutError("an alarm")])
 @pytest.mark.parametrize("number", [1, 3], ids=["the first slice", "one in the middle"])
 def test_an_interrupted_step_loses_no_token(expected, monkeypatch, number, raised):
-    engine = shared_engine(16)
+    engine = shared_engine()
     requests = [engine.add_request(prompt, LONG) for prompt in PROMPTS]
     outputs, num_interrupts = {}, 0
     interrupt_waits(monkeypatch, number, raised)
@@ -93,14 +103,13 @@ def test_an_interrupted_step_loses_no_token(expected, monkeypatch, number, raise
         except (KeyboardInterrupt, TimeoutError):
             num_interrupts += 1
     assert num_interrupts == 1
-    assert read_tokens(outputs[request] for request in requests) == expected
-    assert {outputs[request].outputs[0].finish_reason for request in requests} == {"length"}
+    assert tokens_of(outputs[request] for request in requests) == expected
     assert_ready(engine, expected)
 
 
 @pytest.mark.parametrize("number", [1, 3], ids=["the first slice", "one in the middle"])
 def test_an_interrupted_generate_leaves_nothing(expected, monkeypatch, number):
-    engine = shared_engine(16)
+    engine = shared_engine()
     interrupt_waits(monkeypatch, number)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS, LONG)
@@ -109,17 +118,16 @@ def test_an_interrupted_generate_leaves_nothing(expected, monkeypatch, number):
 
 def test_an_abort_after_an_interrupt_spares_who_got_the_place(monkeypatch):
     """The request ends in a slice that is not read when it is aborted, and the slice after that is already sent."""
-    engine, params = shared_engine(16), SamplingParams(max_tokens=MAX_TOKENS - 1, temperature=0)
-    first = engine.add_request([1], dataclasses.replace(params, max_tokens=STEPS + 2))
+    engine = shared_engine()
+    first = engine.add_request([1], greedy(STEPS + 2))
     engine.step()
     engine.step()  # it has a place
-    second = engine.add_request([2], params)
+    second = engine.add_request([2], greedy(MAX_TOKENS - 1))
     interrupt_waits(monkeypatch, 0)
     with pytest.raises(KeyboardInterrupt):
         engine.step()  # sends the slice in which the second gets this place
     engine.abort(first)
-    outputs = finish(engine)
-    assert [outputs[request].outputs[0].finish_reason for request in (first, second)] == ["length", "length"]
+    serve(engine, (first, second))
 
 
 def was_interrupted(interrupt, number, functions, engine, params, expected):
@@ -135,7 +143,7 @@ def was_interrupted(interrupt, number, functions, engine, params, expected):
             except KeyboardInterrupt:
                 is_interrupted = True
             outputs |= {output.request_id: output for output in reported}
-    assert read_tokens(outputs[request] for request in requests) == expected, number
+    assert tokens_of(outputs[request] for request in requests) == expected, number
     assert all(outputs[request].finished for request in requests)
     return is_interrupted
 
@@ -164,13 +172,11 @@ def interrupted_at_line(number, functions, interrupt, files=("_engine/runner.py"
         sys.settrace(before)
 
 
-@pytest.mark.skipif(
-    threading.current_thread() is not threading.main_thread(), reason="only the main thread gets SIGINT"
-)
+@needs_the_main_thread
 @pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGALRM], ids=["ctrl-c", "an alarm"])
 def test_a_signal_before_any_line_of_the_books_loses_nothing(expected, which):
     signal.signal(which, signal.default_int_handler)
-    engine, interrupt = shared_engine(16), functools.partial(signal.raise_signal, which)
+    engine, interrupt = shared_engine(), functools.partial(signal.raise_signal, which)
     at_line = functools.partial(interrupted_at_line, interrupt=interrupt)
     number = 0
     while was_interrupted(at_line, number, BOOKS, engine, LONG, expected[:2]):
@@ -179,11 +185,9 @@ def test_a_signal_before_any_line_of_the_books_loses_nothing(expected, which):
     assert_ready(engine, expected)
 
 
-@pytest.mark.skipif(
-    threading.current_thread() is not threading.main_thread(), reason="only the main thread gets SIGINT"
-)
+@needs_the_main_thread
 def test_ctrl_c_in_any_lock_leaves_the_engines_thread_at_work(expected, monkeypatch):
-    engine, run = shared_engine(16), Runner.run
+    engine, run = shared_engine(), Runner.run
     monkeypatch.setattr(Runner, "run", lambda *args: time.sleep(0.002) or run(*args))  # so that there are waits
     files = "concurrent/futures/_base.py", "threading.py", "_engine/interrupts.py"
     interrupt = functools.partial(signal.raise_signal, signal.SIGINT)
@@ -213,11 +217,11 @@ def test_an_engine_whose_thread_has_ended_says_so(monkeypatch):
 )
 def test_a_stream_that_was_left_may_be_collected_at_any_line(functions, numbers, expected):
     """In a cycle, as with the traceback of an exception, it is closed whenever Python looks for garbage."""
-    engine = shared_engine(16)
+    engine = shared_engine()
 
     def leave():
-        short = dataclasses.replace(LONG, max_tokens=3)  # so that each slice takes others
-        stream = engine.stream([[9], [8, 7]] * (2 * MAX_REQUESTS), short)  # more than the device holds
+        short = dataclasses.replace(LONG, max_tokens=3)  # so that each slice has other requests
+        stream = engine.stream([[9], [8, 7]] * MAX_REQUESTS, short)  # more than the device holds
         next(stream)
         cycle = [stream]
         cycle.append(cycle)
@@ -227,29 +231,21 @@ def test_a_stream_that_was_left_may_be_collected_at_any_line(functions, numbers,
     try:
         for number in numbers:
             leave()
-            requests, outputs = [engine.add_request(prompt, LONG) for prompt in PROMPTS], {}
+            requests = [engine.add_request(prompt, LONG) for prompt in PROMPTS]
             with interrupted_at_line(number, functions, gc.collect):
-                while engine.has_unfinished_requests:
-                    outputs |= {output.request_id: output for output in engine.step()}
-            assert read_tokens(outputs[request] for request in requests) == expected, number
-            assert all(outputs[request].finished for request in requests), number
+                assert serve(engine, requests) == expected, number
     finally:
         gc.enable()
     assert_ready(engine, expected)
 
 
 def test_weights_may_be_donated_once_generate_has_returned(expected, monkeypatch):
-    engine = shared_engine(16)
+    engine = shared_engine()
     run = engine._runner.run
-
-    def run_late(*arguments):
-        time.sleep(0.05)
-        return run(*arguments)
-
-    monkeypatch.setattr(engine._runner, "run", run_late)
+    monkeypatch.setattr(engine._runner, "run", lambda *args: time.sleep(0.05) or run(*args))
     weights = random_weights()
     engine.update_weights(weights)
-    assert read_tokens(engine.generate(PROMPTS, LONG)) == expected
+    assert tokens_of(engine.generate(PROMPTS, LONG)) == expected
     jax.tree.map(lambda x: x.delete(), weights)
     engine.update_weights(random_weights())
     assert_ready(engine, expected)
@@ -281,11 +277,9 @@ def interrupted_behind_line(number, functions):
         monitoring.free_tool_id(tool)
 
 
-@pytest.mark.skipif(
-    threading.current_thread() is not threading.main_thread(), reason="only the main thread gets SIGINT"
-)
+@needs_the_main_thread
 def test_ctrl_c_while_step_returns_loses_nothing(expected):
-    engine, params = shared_engine(16), dataclasses.replace(LONG, max_tokens=STEPS + 1)
+    engine, params = shared_engine(), dataclasses.replace(LONG, max_tokens=STEPS + 1)
 
     tokens, functions = [x[: STEPS + 1] for x in expected[:2]], (Engine.step, Books.take_outputs)
     number = 0
@@ -321,34 +315,27 @@ def test_interrupts_wait_for_the_end_and_find_the_handlers_of_before():
     assert all(signal.getsignal(which) is handle for which in signals)
 
 
-class Failing:
-    """The toy model, and a call of the host in it that fails on demand."""
+def test_an_engine_whose_model_fails_says_so_and_refuses_everything(expected):
+    failures = []
 
-    def __init__(self):
-        self.fails = False
-
-    def call(self, x):
-        if self.fails:
-            raise ValueError("the model fails")
+    def call(x):
+        if failures:
+            raise failures.pop()
         return x
 
-    def apply(self, weights, tokens, positions, cache, step):
-        cache, hidden = toy_model.apply(weights, tokens, positions, cache, step)
-        return cache, jax.pure_callback(self.call, jax.ShapeDtypeStruct(hidden.shape, hidden.dtype), hidden)
+    def apply(*args):
+        cache, hidden = toy_model.apply(*args)
+        return cache, jax.pure_callback(call, jax.typeof(hidden), hidden)
 
-
-def test_an_engine_whose_model_fails_says_so_and_refuses_everything(expected):
-    model = Failing()
-    cache = jax.tree.map(jnp.zeros_like, shared_engine(16)._runner.state.caches)
-    engine = create_engine(model=model.apply, weights=random_weights(), cache=cache, batch_invariant=True)
-    assert read_tokens(engine.generate(PROMPTS, LONG)) == expected
+    engine = create_engine(model=apply, batch_invariant=True)
+    assert tokens_of(engine.generate(PROMPTS, LONG)) == expected
     request = engine.add_request(PROMPTS[0], LONG)
     engine.step()
     engine.add_request(PROMPTS[1], LONG)
     assert engine._runner.state  # the slice is over
-    model.fails = True
-    assert [output.request_id for output in engine.step()] == [request]  # of the slice before
-    for call in (
+    failures.append(ValueError("the model fails"))
+    assert [output.request_id for output in engine.step()] == [request]  # from the slice before
+    for use in (
         engine.step,
         engine.step,
         lambda: engine.abort(request),
@@ -359,11 +346,10 @@ def test_an_engine_whose_model_fails_says_so_and_refuses_everything(expected):
         lambda: engine.update_weights(random_weights()),
     ):
         with pytest.raises(RuntimeError, match="this engine is lost") as caught:
-            call()
+            use()
         assert "add the 2 unfinished requests again" in str(caught.value)
         assert "the model fails" in str(caught.value.__cause__)
         assert "the model fails" in str(caught.value)
-        model.fails = False
     assert engine.stats().num_generated > 0
 
 
@@ -387,77 +373,59 @@ def test_an_engine_is_lost_too_if_a_failure_shows_only_in_the_report():
 
 
 def test_a_stream_that_is_left_leaves_nothing(expected):
-    engine = shared_engine(16)
-    for output in engine.stream(PROMPTS * 10, LONG):  # more than the device holds
-        assert not output.finished
+    engine = shared_engine()
+    for _ in engine.stream(PROMPTS * 10, LONG):  # more than the device holds
         break
     assert_ready(engine, expected)
-    stream = engine.stream(PROMPTS, LONG)
-    next(stream)
-    stream.close()
+    with contextlib.closing(engine.stream(PROMPTS, LONG)) as stream:
+        next(stream)
     assert_ready(engine, expected)
 
 
 @pytest.mark.parametrize("failure", [MemoryError("no room for an inbox"), SystemExit("no room for an inbox")])
 def test_a_slice_that_cannot_be_sent_loses_nothing(expected, monkeypatch, failure):
-    engine, failures = shared_engine(16), [failure]
+    engine, failures = shared_engine(), [failure]
 
     def failing(inbox):
         if failures:
             raise failures.pop()
         return pack(inbox)
 
-    for i, prompt in enumerate(PROMPTS):
-        engine.add_request(prompt, LONG)
-        if i == 1:
-            engine.step()
+    requests = [engine.add_request(prompt, LONG) for prompt in PROMPTS[:2]]
+    engine.step()
+    requests += [engine.add_request(prompt, LONG) for prompt in PROMPTS[2:]]
     monkeypatch.setattr("jaxpaged._engine.runner.pack", failing)
     with pytest.raises(type(failure), match="no room for an inbox"):
         engine.step()
-    outputs = finish(engine)
-    assert read_tokens(outputs[request_id] for request_id in sorted(outputs)) == expected
+    assert serve(engine, requests) == expected
     assert_ready(engine, expected)
 
 
-def test_a_failed_generate_leaves_nothing(expected):
-    engine, donated = shared_engine(16), random_weights()
-    engine.update_weights(donated)
-    donated["head"].delete()
-    with pytest.raises(RuntimeError, match=r"weights at \['head'\] were deleted.* update_weights") as caught:
-        engine.generate(PROMPTS, LONG)
-    assert "deleted" in str(caught.value.__cause__)
-    engine.update_weights(random_weights())
-    assert_ready(engine, expected)
-
-
-def test_slices_that_failed_for_deleted_weights_are_sent_again_with_new_ones(expected):
-    engine, donated = shared_engine(16), random_weights()
+@pytest.mark.parametrize("is_reported", [False, True])
+def test_slices_that_failed_for_deleted_weights_are_sent_again_with_new_ones(expected, is_reported):
+    engine, donated = shared_engine(), random_weights()
     requests = [engine.add_request(PROMPTS[0], LONG)]
     engine.step()
     engine.update_weights(donated)
     donated["head"].delete()
     requests += [engine.add_request(prompt, LONG) for prompt in PROMPTS[1:]]
+    aborted = engine.add_request([1], LONG)
     engine.step()  # reads the slice before, and sends one that fails
+    if is_reported:
+        with pytest.raises(RuntimeError, match=r"weights at \['head'\] were deleted.* update_weights") as caught:
+            engine.step()
+        assert "deleted" in str(caught.value.__cause__)
+    engine.abort(aborted)
     engine.update_weights(random_weights())
-    outputs = finish(engine)
-    assert read_tokens(outputs[request] for request in requests) == expected
-    assert_ready(engine, expected)
-
-
-def test_deleted_weights_are_refused(expected):
-    engine, donated = shared_engine(16), random_weights()
-    donated["head"].delete()
-    for use in (engine.update_weights, lambda weights: create_engine(weights=weights, cache=())):
-        with pytest.raises(ValueError, match=r"the one at \['head'\] was deleted.* your learner returned"):
-            use(donated)
+    assert serve(engine, requests) == expected
     assert_ready(engine, expected)
 
 
 def test_sleep_counts_the_requests_whose_end_was_not_returned(monkeypatch):
-    engine = shared_engine(16)
+    engine = shared_engine()
     for prompt in PROMPTS[:2]:
         engine.add_request(prompt, dataclasses.replace(LONG, max_tokens=2))
-    monkeypatch.setattr(books_module, "make_output", mock.Mock(side_effect=[mock.Mock(), KeyboardInterrupt]))
+    monkeypatch.setattr("jaxpaged._engine.books.make_output", mock.Mock(side_effect=[mock.Mock(), KeyboardInterrupt]))
     with pytest.raises(KeyboardInterrupt):
         finish(engine)
     monkeypatch.undo()
@@ -467,15 +435,11 @@ def test_sleep_counts_the_requests_whose_end_was_not_returned(monkeypatch):
 
 
 def test_a_slice_behind_a_failed_one_does_not_run(monkeypatch):
-    """With the first slice of other weights, cached prefixes are forgotten. If it fails, the next must not use them."""
-    engine = shared_engine(16, prefix_cache=True)
-    weights, prompts, params = random_weights(), [[*range(2, 30)]], dataclasses.replace(LONG, max_tokens=4)
-    other = random_weights(1)
-    expected = {}
-    for key, given in (("other", other), ("before", weights)):
-        engine.update_weights(given)
-        expected[key] = read_tokens(engine.generate(prompts, params))
-    assert expected["other"] != expected["before"]
+    """The first slice with other weights forgets cached prefixes. If it fails, the next must not find any."""
+    engine, prompt, params = shared_engine(prefix_cache=True), [*range(2, 30)], dataclasses.replace(LONG, max_tokens=4)
+    before = tokens_of(engine.generate([prompt], params))
+    expected = continuation(random_weights(1), prompt, params)[0]
+    assert before != [expected]
     assert engine._runner.state  # the slices are over
     runner, failures = engine._runner, [RuntimeError("no room for the call")]
     run = runner.program.run
@@ -485,37 +449,22 @@ def test_a_slice_behind_a_failed_one_does_not_run(monkeypatch):
             raise failures.pop()
         return run(*args)
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, counting(engine) as counts:
         patch.setattr(runner, "program", dataclasses.replace(runner.program, run=failing))
-        engine.update_weights(other)
-        num_found = engine.stats().num_found
-        requests = [engine.add_request(prompts[0], params)]
+        engine.update_weights(random_weights(1))
+        requests = [engine.add_request(prompt, params)]
         runner.advance()
-        requests.append(engine.add_request(prompts[0], params))
+        requests.append(engine.add_request(prompt, params))
         with pytest.raises(RuntimeError, match="no room for the call"):
             engine.step()
-        outputs = finish(engine)
-    assert read_tokens(outputs[request] for request in requests) == expected["other"] * 2
-    assert engine.stats().num_found - num_found == 24  # by the second request, of the first one's prompt
-    engine.update_weights(weights)
-    assert read_tokens(engine.generate(prompts, params)) == expected["before"]
-
-
-def test_generate_spares_the_requests_of_others(expected):
-    engine = shared_engine(16)
-    first = engine.add_request(PROMPTS[0], LONG)
-    engine.step()
-    assert read_tokens(engine.generate(PROMPTS[1:3], LONG)) == expected[1:3]
-    stream = engine.stream(PROMPTS[3:], LONG)
-    second = engine.add_request(PROMPTS[1], LONG)
-    *_, last = stream
-    assert read_tokens([last]) == expected[3:]
-    outputs = finish(engine)
-    assert read_tokens(outputs[request] for request in (first, second)) == expected[:2]
+        assert serve(engine, requests) == [expected] * 2
+    assert counts.num_found == 24  # by the second request, of the first one's prompt
+    engine.update_weights(random_weights())
+    assert tokens_of(engine.generate([prompt], params)) == before
 
 
 def test_abort_says_whom_it_knew_and_ends_all_without_an_id(expected):
-    engine, params = shared_engine(16), SamplingParams(max_tokens=MAX_TOKENS - 4, n=2)
+    engine, params = shared_engine(), SamplingParams(max_tokens=MAX_TOKENS - 4, n=2)
     assert not engine.abort()
     requests = [engine.add_request(prompt, params) for prompt in PROMPTS * 10]
     assert not engine.abort(requests[-1] + 1)
@@ -525,17 +474,15 @@ def test_abort_says_whom_it_knew_and_ends_all_without_an_id(expected):
     assert not engine.abort(requests[1], 2)
     assert engine.abort()
     outputs = finish(engine)
-    assert outputs.keys() == set(requests)
+    assert outputs.keys() == {*requests}
     assert {completion.finish_reason for output in outputs.values() for completion in output.outputs} == {"abort"}
-    assert all(len(tokens) < 3 * STEPS for tokens in read_tokens(outputs.values()))
+    assert all(len(tokens) < 3 * STEPS for tokens in tokens_of(outputs.values()))
     assert not engine.abort(requests[0])
-    with pytest.raises(ValueError, match="pass the request_id of the completion; got completion=1 alone"):
-        engine.abort(completion=1)
     assert_ready(engine, expected)
 
 
 def test_an_engine_from_before_a_fork_says_so(monkeypatch):
-    engine, process = shared_engine(16), os.getpid()
+    engine, process = shared_engine(), os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: process + 1)
     with pytest.raises(RuntimeError, match=r"made before os.fork\(\)"):
         engine.generate(PROMPTS, LONG)

@@ -1,85 +1,76 @@
 """The host tier: cached blocks that the pool loses come back from host memory, and tokens stay the same."""
 
+import contextlib
 import dataclasses
+import functools
+import itertools
 import signal
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.soak.engine import soak
 from jaxpaged import SamplingParams
 from jaxpaged._engine.host_tier.copies import HostCopies, Run
 from jaxpaged._engine.host_tier.tier import HostTier, Moves
 from jaxpaged._engine.requests import CompletionState
 from jaxpaged._scheduler.records import RequestStatus
-from tests.compiled import instructions
 from tests.toy_model import (
     BLOCK_SIZE,
-    HEAD_DIM,
-    HEADS,
-    MAX_TOKENS,
     TIGHT,
     VOCAB,
-    continuation,
+    assert_idle,
+    assert_whole,
+    counting,
     create_engine,
+    expected_tokens,
     finish,
+    greedy,
+    operations_on,
     random_weights,
+    tokens_of,
     with_blocks_back,
     without_blocks,
 )
 
 CHUNK = 8
-BLOCK_BYTES = 2 * BLOCK_SIZE * HEADS * HEAD_DIM * 4
-PAGE_BYTES = 8 * BLOCK_BYTES
-HOST_BYTES = 100 * PAGE_BYTES
-GREEDY = SamplingParams(temperature=0, max_tokens=6)
-MADE = []  # the engine, which is made once
+
+
+@functools.cache
+def tight_engine():
+    """Its pool has blocks for two requests at their limit."""
+    options = dict(prefix_cache=True, host_cache_bytes=10**6, batch_invariant=True, chunk_tokens=CHUNK)
+    return create_engine(num_blocks=TIGHT + 1, steps_per_slice=2, **options)
 
 
 @pytest.fixture
 def engine():
-    """In a pool for two requests at their limit."""
-    if not MADE:
-        options = dict(
-            prefix_cache=True, host_cache_bytes=HOST_BYTES, batch_invariant=True, chunk_tokens=CHUNK, steps_per_slice=2
-        )
-        MADE.append(create_engine(num_blocks=TIGHT + 1, **options))
-    engine = MADE[0]
-    assert engine._books.is_settled
+    engine = tight_engine()
     engine.update_weights(random_weights())
     settle(engine)  # nothing of older weights is left
-    return engine
+    yield engine
+    assert_idle(engine)
 
 
 def settle(engine):
-    """What slices have listed is in host memory."""
+    """Everything that slices have listed is in host memory afterwards."""
     for seed in range(2):
-        engine.generate([[seed]], GREEDY)
+        engine.generate([[seed]], greedy(6))
 
 
-def counts(engine, before=None):
-    """Tokens found, brought and computed."""
-    stats = engine.stats()
-    now = np.array([stats.num_found, stats.num_brought, stats.num_computed])
-    return now if before is None else (now - before).tolist()
-
-
-def check(engine):
-    scheduler, allocator = jax.tree.map(np.asarray, (engine._runner.state.scheduler, engine._runner.state.allocator))
-    assert allocator.broken_invariants() == scheduler.broken_invariants(allocator) == ()
-    assert engine.stats().host_bytes <= HOST_BYTES
-
-
-def on_the_way(tier):
-    """What waits or moves in either direction."""
+def moving(tier):
+    """The blocks and runs that wait or move in either direction."""
     return [*tier._wanted, *tier._leaving, *tier._coming, *tier._arrived]
 
 
-def serve(engine, prompt, params=GREEDY, seed=0):
-    (output,) = engine.generate([prompt], params)
-    assert output.outputs[0].token_ids == continuation(random_weights(seed), prompt, params)[0]
-    return prompt + output.outputs[0].token_ids
+def serve(engine, prompt, params=greedy(6), seed=0):  # noqa: B008  # it is frozen
+    """The prompt and the new tokens, which must be the model's."""
+    (tokens,) = tokens_of(engine.generate([prompt], params))
+    assert tokens == expected_tokens(prompt, params, seed)
+    return prompt + tokens
 
 
 def prompt_of(seed, length):
@@ -87,162 +78,114 @@ def prompt_of(seed, length):
 
 
 def push_out(engine, weights=0):
-    """Other prompts, until the pool has lost all that it had cached."""
+    """Serves other prompts until the pool has lost all cached blocks."""
     settle(engine)
     for seed in range(3):
         serve(engine, prompt_of(100 + seed, 40), seed=weights)
 
 
+def count(engine, prompt, *args, **options):
+    """(tokens found, brought and computed) for one request."""
+    with counting(engine) as counts:
+        serve(engine, prompt, *args, **options)
+    return counts.num_found, counts.num_brought, counts.num_computed
+
+
 def test_a_prefix_that_the_pool_has_lost_comes_back(engine):
     talk = serve(engine, prompt_of(1, 20))
     push_out(engine)
-    before = counts(engine)
-    serve(engine, [*talk, 7])  # 25 of its 26 tokens and the prompt were computed: six full blocks
-    assert counts(engine, before) == [24, 24, 3 + 5]
-    before = counts(engine)
-    serve(engine, [*talk, 8])
-    assert counts(engine, before) == [24, 0, 3 + 5]  # now it is in the pool
-    check(engine)
+    # 25 of its 26 tokens and the prompt were computed: six full blocks.
+    assert count(engine, [*talk, 7]) == (24, 24, 3 + 5)
+    assert count(engine, [*talk, 8]) == (24, 0, 3 + 5)  # now it is in the pool
 
 
-def test_a_few_tokens_are_computed_instead(engine):
-    for length, found in ((CHUNK // 2 + 1, CHUNK // 2), (CHUNK // 2 - 1, 0)):
-        prompt = prompt_of(2 + length, length)
-        serve(engine, prompt, SamplingParams(temperature=0, max_tokens=1))
-        push_out(engine)
-        before = counts(engine)
-        serve(engine, [*prompt, 1], SamplingParams(temperature=0, max_tokens=1))
-        assert counts(engine, before) == [found, found, length + 1 - found]
+@pytest.mark.parametrize(("length", "found"), [(CHUNK // 2 + 1, CHUNK // 2), (CHUNK // 2 - 1, 0)])
+def test_a_few_tokens_are_computed_instead(engine, length, found):
+    prompt = prompt_of(2 + length, length)
+    serve(engine, prompt, greedy(1))
+    push_out(engine)
+    assert count(engine, [*prompt, 1], greedy(1)) == (found, found, length + 1 - found)
 
 
-# Twelve do not fit into the pool: what is listed may be overwritten in the next slice, before it is copied.
+# Twelve do not fit into the pool: listed blocks may be overwritten in the next slice, before they are copied.
 @pytest.mark.parametrize(("at_once", "part"), [(2, 0.95), (12, 0.4)])
-def test_conversations_in_turn_find_what_an_endless_pool_would_find(engine, at_once, part):
-    talks, endless, before = [prompt_of(seed, 12) for seed in range(12)], 0, counts(engine)
-    for turn in range(3):
-        for i in range(0, len(talks), at_once):
-            these = talks[i : i + at_once]
-            endless += sum((len(talk) - 6) // BLOCK_SIZE * BLOCK_SIZE if turn else 0 for talk in these)
-            for j, output in enumerate(engine.generate(these, GREEDY), i):
-                assert output.outputs[0].token_ids == continuation(random_weights(), talks[j], GREEDY)[0]
-                talks[j] = talks[j] + output.outputs[0].token_ids + prompt_of(turn, 5)
-    found, brought, _ = counts(engine, before)
-    assert found >= part * endless > 0
-    assert 0.5 * found < brought <= found  # nothing came back in vain
-    check(engine)
+def test_conversations_in_turn_find_most_of_what_an_endless_pool_would_find(engine, at_once, part):
+    talks, endless = [prompt_of(seed, 12) for seed in range(12)], 0
+    with counting(engine) as counts:
+        for turn in range(3):
+            for i in range(0, len(talks), at_once):
+                these = talks[i : i + at_once]
+                endless += sum((len(talk) - 6) // BLOCK_SIZE * BLOCK_SIZE if turn else 0 for talk in these)
+                for j, tokens in enumerate(tokens_of(engine.generate(these, greedy(6))), i):
+                    assert tokens == expected_tokens(talks[j], greedy(6))
+                    talks[j] = talks[j] + tokens + prompt_of(turn, 5)
+    assert counts.num_found >= part * endless > 0
+    assert 0.5 * counts.num_found < counts.num_brought <= counts.num_found  # nothing came back in vain
 
 
 def test_several_that_begin_alike_wait_for_one_copy(engine):
-    prompt = serve(engine, prompt_of(3, 24))
+    prompt, params = [*serve(engine, prompt_of(3, 24)), 1], SamplingParams(max_tokens=4, seed=3, n=3)
     push_out(engine)
-    before = counts(engine)
-    params = SamplingParams(temperature=1.0, max_tokens=4, seed=3, n=3)
-    (output,) = engine.generate([[*prompt, 1]], params)
-    assert output.outputs[0].token_ids == continuation(random_weights(), [*prompt, 1], params)[0]
-    found, brought, _ = counts(engine, before)
-    assert (found, brought) == (3 * 28, 28)
+    with counting(engine) as counts:
+        first, *_ = tokens_of(engine.generate([prompt], params))
+    assert first == expected_tokens(prompt, params)
+    assert (counts.num_found, counts.num_brought) == (3 * 28, 28)
 
 
-def test_scores_begin_with_what_comes_back_but_for_their_last_token(engine):
+def test_scores_begin_with_restored_blocks_except_for_their_last_token(engine):
     prompt = serve(engine, prompt_of(4, 22))
     (expected,) = engine.score([prompt[:21]], [prompt[21:]])
     push_out(engine)
-    before = counts(engine)
-    (score,) = engine.score([prompt[:21]], [prompt[21:]])
-    assert counts(engine, before)[:2] == [20, 20]
+    with counting(engine) as counts:
+        (score,) = engine.score([prompt[:21]], [prompt[21:]])
+    assert (counts.num_found, counts.num_brought) == (20, 20)
     np.testing.assert_array_equal(score.logprobs, expected.logprobs)
 
 
 def test_other_weights_find_nothing_of_the_old_ones(engine, monkeypatch):
-    talk = serve(engine, prompt_of(5, 20))
+    prompt = [*serve(engine, prompt_of(5, 20)), 7]
     push_out(engine)
-    before = counts(engine)
-    engine.add_request([*talk, 7], GREEDY)
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "is_there", False)
-        engine.step()  # its blocks are on their way
-    engine.update_weights(random_weights(1))
-    (output,) = finish(engine).values()
-    assert output.outputs[0].token_ids == continuation(random_weights(1), [*talk, 7], GREEDY)[0]
-    assert counts(engine, before)[0] == 0  # what came was listed for the old ones
+    with counting(engine) as counts:
+        engine.add_request(prompt, greedy(6))
+        with monkeypatch.context() as patch:
+            patch.setattr(Run, "is_there", False)
+            engine.step()  # its blocks are on their way
+        engine.update_weights(random_weights(1))
+        assert tokens_of(finish(engine).values()) == [expected_tokens(prompt, greedy(6), 1)]
+    assert counts.num_found == 0  # the blocks that came were listed for the old weights
     push_out(engine, 1)
-    before = counts(engine)
-    serve(engine, [*talk, 7, 3], seed=1)
-    assert counts(engine, before)[:2] == [24, 24]
+    assert count(engine, [*prompt, 3], seed=1)[:2] == (24, 24)
 
 
-def test_sleep_gives_the_host_memory_back(engine):
-    talk = serve(engine, prompt_of(6, 20))
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_sleep_gives_the_host_memory_back(engine, monkeypatch, is_interrupted):
+    talk, clear = serve(engine, prompt_of(6, 20)), engine._runner.tier.clear
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     assert engine.stats().host_bytes > 0
-    engine.sleep()
-    assert engine.stats().host_bytes == 0
-    engine.wake_up()
-    before = counts(engine)
-    serve(engine, [*talk, 7])
-    assert counts(engine, before)[:2] == [0, 0]
-    check(engine)
-
-
-def test_sleep_is_whole_after_an_interrupt(engine, monkeypatch):
-    serve(engine, prompt_of(9, 20))
-    before, clear = signal.signal(signal.SIGINT, signal.default_int_handler), engine._runner.tier.clear
-
-    def interrupted():
-        signal.raise_signal(signal.SIGINT)
-        clear()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._runner.tier, "clear", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            engine.sleep()
-    signal.signal(signal.SIGINT, before)
+    if is_interrupted:
+        raise_signal = functools.partial(signal.raise_signal, signal.SIGINT)
+        monkeypatch.setattr(engine._runner.tier, "clear", lambda: (raise_signal(), clear()))
+    with pytest.raises(KeyboardInterrupt) if is_interrupted else contextlib.nullcontext():
+        engine.sleep()
+    signal.signal(signal.SIGINT, handler)
     assert engine.stats().host_bytes == 0
     assert all(pool.is_deleted() for pool in (engine._runner.state.caches.k, engine._runner.state.caches.v))
     engine.wake_up()
-    serve(engine, prompt_of(9, 20))
-    check(engine)
+    assert count(engine, [*talk, 7])[:2] == (0, 0)
 
 
 def test_random_requests_in_a_tight_pool_get_their_own_tokens(engine):
-    rng, before = np.random.default_rng(0), counts(engine)
-    begins, expected, wanted = [prompt_of(20 + i, 30) for i in range(6)], {}, {}
-    for _ in range(60):
-        begin = begins[rng.integers(len(begins))]
-        prompt = begin[: rng.integers(1, 31)] + prompt_of(int(rng.integers(3)), int(rng.integers(0, 5)))
-        params = SamplingParams(
-            max_tokens=int(rng.integers(1, MAX_TOKENS - len(prompt) + 1)),
-            temperature=float(rng.integers(2)),
-            seed=int(rng.integers(4)),
-            prompt_logprobs=bool(rng.random() < 0.1),
-            head_start=int(rng.integers(-3, 3)),
-        )
-        request = engine.add_request(prompt, params)
-        wanted[request] = prompt, params
-        if rng.random() < 0.1:
-            engine.abort(int(rng.choice(list(wanted))))
-        for output in engine.step():
-            expected[output.request_id] = output
-        check(engine)
-    expected |= finish(engine)
-    assert expected.keys() == wanted.keys()
-    for request, output in expected.items():
-        prompt, params = wanted[request]
-        tokens = continuation(random_weights(), prompt, params)[0]
-        got = output.outputs[0].token_ids
-        assert got == tokens[: len(got)]
-        assert output.outputs[0].finish_reason == "abort" or got == tokens
-    assert engine.stats().num_preempted > 0
-    assert counts(engine, before)[1] > 100
-    assert engine.stats().num_free_blocks == TIGHT
-    tier = engine._runner.tier
-    engine.generate([[0]], GREEDY)
-    assert on_the_way(tier) == []
+    result = soak(engine, 250, num_kinds=40)
+    assert min(result[name] for name in ("abort", "preempted")) > 0
+    assert result["brought"] > 100
+    settle(engine)  # it is listed again: the soak ends with a sleep
+    settle(engine)
+    assert moving(engine._runner.tier) == []
 
 
-def test_what_waits_needs_room_twice_as_others_may_come_in_the_place_of_its_blocks(engine):
-    params = dataclasses.replace(GREEDY, max_tokens=20)
+def test_a_waiting_request_needs_room_twice_as_others_may_come_into_the_place_of_its_blocks(engine):
     for seed in range(6):
-        engine.add_request(prompt_of(seed, 20), params)
+        engine.add_request(prompt_of(seed, 20), greedy(20))
     engine.step()
     while engine._books.under_way:
         engine._runner.receive()
@@ -259,50 +202,47 @@ def test_what_waits_needs_room_twice_as_others_may_come_in_the_place_of_its_bloc
 
 def test_the_programs_copy_no_cache(engine):
     cache, copies = engine._runner.state.caches, engine._runner.tier._copies
-    shape = f"f32[{','.join(map(str, cache.k.shape))}]"
     assert len(copies._put_in) > 1
     for program in (*copies._put_in.values(), *copies._take_out.values()):
-        found = [
-            (name, line) for name, _, line in instructions(program.as_text()) if shape in line.split(name + "(")[0]
-        ]
-        assert found  # the search sees the cache
-        assert [name for name, _ in found if name.startswith("copy")] == []
+        names = operations_on(program.as_text(), f"f32[{','.join(map(str, cache.k.shape))}]")
+        assert names  # the search sees the cache
+        assert [name for name in names if name.startswith("copy")] == []
     for program in copies._put_in.values():
         assert program.memory_analysis().alias_size_in_bytes >= cache.k.nbytes + cache.v.nbytes
 
 
-def test_blocks_behind_a_gap_are_not_listed(engine):
-    prompt = np.array(serve(engine, prompt_of(7, 20)), np.int32)[:24].reshape(6, BLOCK_SIZE)
+def lost_run(engine, seed):
+    """A function that makes runs of a prompt whose blocks the pool has lost."""
+    prompt = np.array(serve(engine, prompt_of(seed, 20)), np.int32)[:24].reshape(6, BLOCK_SIZE)
     push_out(engine)
-    copies, salt = engine._runner.tier._copies, int(engine._runner.state.scheduler.prefixes.salt[0])
+    salt = int(engine._runner.state.scheduler.prefixes.salt[0])
+    return lambda begin, end, page: Run(None, salt, prompt[:end], [bytes([i]) for i in range(end)], begin, 1, [page])
+
+
+def test_blocks_behind_a_gap_are_not_listed(engine):
+    make_run, copies = lost_run(engine, 7), engine._runner.tier._copies
     for begin, end, is_listed in ((4, 6, False), (0, 4, True), (4, 6, True)):
-        keys = [bytes([i]) for i in range(end)]
-        run = Run(None, salt, prompt[:end], keys, begin, 1, [copies._nothing])
+        run = make_run(begin, end, copies._nothing)
         (engine._runner.state_of_slice,) = copies.put(engine._runner.state, [run])
         ids, serials = np.asarray(run.where)[:, run.index, begin:end]
         assert (ids > 0).tolist() == (serials > 0).tolist() == [is_listed] * (end - begin)
-        check(engine)
+        assert_whole(engine)
     engine.update_weights(random_weights())  # they hold nothing
 
 
 def test_blocks_without_room_are_neither_written_nor_listed(engine):
-    prompt = np.array(serve(engine, prompt_of(8, 20)), np.int32)[:16].reshape(4, BLOCK_SIZE)
-    push_out(engine)
-    runner, copies = engine._runner, engine._runner.tier._copies
-    salt = int(runner.state.scheduler.prefixes.salt[0])
+    make_run, runner, copies = lost_run(engine, 8), engine._runner, engine._runner.tier._copies
     allocator, hidden = without_blocks(runner.state.allocator, int(runner.state.allocator.num_free) - 3)
     before = jax.tree.map(np.array, runner.state.caches)
-    page = jax.tree.map(jnp.ones_like, copies._nothing)
-    run = Run(None, salt, prompt, [bytes([i]) for i in range(4)], 0, 1, [page])
+    run = make_run(0, 4, jax.tree.map(jnp.ones_like, copies._nothing))
     (state,) = copies.put(dataclasses.replace(runner.state, allocator=allocator), [run])
     runner.state_of_slice = dataclasses.replace(state, allocator=with_blocks_back(state.allocator, hidden))
     assert not np.asarray(run.where)[:, run.index].any()
     jax.tree.map(np.testing.assert_array_equal, state.caches, before)  # the null block too
-    check(engine)
 
 
 def test_other_weights_find_nothing_if_the_copies_before_their_first_slice_fail(engine, monkeypatch):
-    prompt = serve(engine, prompt_of(10, 20))
+    prompt = [*serve(engine, prompt_of(10, 20)), 7]
     settle(engine)
     engine.update_weights(random_weights(1))
     tier, failures = engine._runner.tier, [MemoryError("no room for a copy")]
@@ -314,25 +254,17 @@ def test_other_weights_find_nothing_if_the_copies_before_their_first_slice_fail(
         yield from move(state, moves)
 
     monkeypatch.setattr(tier, "run", failing)
-    engine.add_request([1], GREEDY)
-    outputs = {}
-    for add in (lambda: engine.add_request([*prompt, 7], GREEDY), lambda: None):
-        try:
-            outputs |= {output.request_id: output for output in engine.step()}
-        except MemoryError:
-            assert not failures
-        add()
-    try:
-        outputs |= finish(engine)
-    except MemoryError:
-        outputs |= finish(engine)
-    last = outputs[max(outputs)].outputs[0].token_ids
-    assert last == continuation(random_weights(1), [*prompt, 7], GREEDY)[0]
+    engine.add_request([1], greedy(6))
+    engine._runner.advance()
+    request = engine.add_request(prompt, greedy(6))
+    with pytest.raises(MemoryError):
+        finish(engine)
+    assert tokens_of([finish(engine)[request]]) == [expected_tokens(prompt, greedy(6), 1)]
 
 
 @pytest.mark.parametrize("name", ["take", "put", "bring"])
 def test_copies_that_fail_lose_no_token(engine, monkeypatch, name):
-    talk = serve(engine, prompt_of(8, 20))
+    prompt, params = [*serve(engine, prompt_of(8, 20)), 7], greedy(15)
     push_out(engine)
     settle(engine)
     copies, failures = engine._runner.tier._copies, [MemoryError("no room for a copy")]
@@ -344,64 +276,33 @@ def test_copies_that_fail_lose_no_token(engine, monkeypatch, name):
         return function(*args)
 
     monkeypatch.setattr(copies, name, failing)
-    before, params = counts(engine), dataclasses.replace(GREEDY, max_tokens=15)
-    engine.add_request([*talk, 7], params)
-    with pytest.raises(MemoryError, match="no room for a copy"):
-        finish(engine)
-    (output,) = finish(engine).values()
-    assert output.outputs[0].token_ids == continuation(random_weights(), [*talk, 7], params)[0]
-    assert counts(engine, before)[:2] == ([24, 24] if name == "take" else [0, 0])  # the slice ran without
+    with counting(engine) as counts:
+        engine.add_request(prompt, params)
+        with pytest.raises(MemoryError, match="no room for a copy"):
+            finish(engine)
+        assert tokens_of(finish(engine).values()) == [expected_tokens(prompt, params)]
+    assert counts.num_found == counts.num_brought == (24 if name == "take" else 0)  # the slice ran without
     failures.clear()
     settle(engine)
-    assert on_the_way(engine._runner.tier) == []
-
-
-def test_what_a_host_tier_needs():
-    options = dict(num_blocks=9, host_cache_bytes=10**6)
-    needs = "pass prefix_cache=True, a max_model_len of at least 4, and no windows; got max_model_len="
-    for more, message in (
-        (dict(), needs),
-        (dict(prefix_cache=True, max_model_len=BLOCK_SIZE - 1), needs + "3"),
-        (dict(prefix_cache=True, windows=(None, 8)), needs),
-        (dict(prefix_cache=True, host_cache_bytes=BLOCK_BYTES), f"at least {PAGE_BYTES}, the bytes of a page"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            create_engine(**options | more)
+    assert moving(engine._runner.tier) == []
 
 
 # The books, without a device.
 
-SIZE, POOL = 2, 32
-
-
-class FakeCopies:
-    block_size, num_blocks, page_bytes, num_prompts = SIZE, POOL, 1, 2
-    batches = HostCopies._batches
-
-    def __init__(self, in_page=1, num_pages=2, most_staged=4, capacity=8, num_adapters=0):
-        self.in_page, self.num_pages, self.most_staged, self.capacity = in_page, num_pages, most_staged, capacity
-        self.most_leaving, self.salts = 2 * num_pages, list(range(1 + num_adapters))
-
-    def bring(self, pages):
-        return pages
-
-
-class FakeNumbers:
-    """Of a page, on the device at once, or never."""
-
-    def __init__(self, name, *, is_slow=False):
-        self.name, self.is_slow = name, is_slow
-
-    def is_ready(self):
-        return not self.is_slow
+SIZE, POOL, PROMPT = 2, 32, (1, 2, 3, 4, 5, 6, 7)
 
 
 class FakeDevice:
-    """Has blocks by key, in places with serials; what requests hold is `held`."""
+    """Has blocks by key, in places with serials; requests hold those in `held`. Copies of pages whose names are in
+    `slow` never arrive."""
 
-    def __init__(self, tier, salts=(0,)):
-        self.tier, self.salts, self.places, self.held, self.num_listed = tier, list(salts), {}, set(), 0
-        self.room = POOL
+    def __init__(self, *, least_tokens=3, growth=0, num_adapters=0, **sizes):
+        self.salts = list(range(1 + num_adapters))
+        sizes = dict(in_page=1, num_pages=2, most_staged=4, capacity=8, salts=self.salts) | sizes
+        pool = dict(block_size=SIZE, num_blocks=POOL, page_bytes=1, num_prompts=2)
+        self.copies = SimpleNamespace(**pool, **sizes, most_leaving=2 * sizes["num_pages"], bring=lambda pages: pages)
+        self.tier = HostTier(self.copies, least_tokens=least_tokens, growth=growth)
+        self.places, self.held, self.slow, self.num_listed, self.room = {}, set(), set(), 0, POOL
 
     def list(self, keys):
         for key in keys:
@@ -409,400 +310,332 @@ class FakeDevice:
                 self.num_listed += 1
                 self.places[key] = self.num_listed % (POOL - 1) + 1, self.num_listed
 
-    def lose(self, keys):
-        for key in keys:
-            self.places.pop(key, None)
-
-    def slice(self, *rows, moves=None, slow=(), lost=()):
-        """Moves, then loses blocks. `slow`: names of pages that never come back."""
+    def slice(self, *rows, moves=None, lost=()):
+        """Moves, then loses blocks."""
         moves = self.tier.next_moves() if moves is None else moves
         for run in (*moves.out, *moves.back):
-            found = [key in self.places for key in run.keys]
-            if run in moves.back and all(found[: run.begin]):
+            if run in moves.back and all(key in self.places for key in run.keys[: run.begin]):
                 self.list(run.keys)
-                found = [True] * len(found)
+            found = [self.places[key] for key in itertools.takewhile(self.places.__contains__, run.keys)]
             run.where = np.zeros((2, 1, len(run.keys) + 1), np.int32)
-            num_found = (*found, False).index(False)
-            for column, key in enumerate(run.keys[:num_found]):
-                run.where[:, 0, column] = self.places[key]
+            run.where[:, 0, : len(found)] = np.reshape(found, (-1, 2)).T
             if run in moves.out:
-                firsts = range(run.begin, len(run.keys), self.tier._copies.in_page)
-                names = ["/".join(map(str, run.tokens[first].tolist())) for first in firsts]
-                run.pages = [(FakeNumbers(name, is_slow=name in slow),) for name in names]
-        self.lose(lost)
+                run.pages = [
+                    (self.make_page("/".join(map(str, run.tokens[first].tolist()))),)
+                    for first in range(run.begin, len(run.keys), self.copies.in_page)
+                ]
+        for key in lost:
+            self.places.pop(key, None)
         serials = np.zeros(POOL, np.int32)
         for key, (place, serial) in self.places.items():
             serials[place] = serial if key in self.held else -serial
-        self.tier.after_report(Reported(serials, np.array(self.salts), np.array(self.room)), moves, rows)
+        report = SimpleNamespace(serials=serials, salts=np.array(self.salts), room=np.array(self.room))
+        self.tier.after_report(report, moves, rows)
 
+    def make_page(self, name):
+        return SimpleNamespace(name=name, is_ready=lambda: name not in self.slow)
 
-@dataclasses.dataclass
-class Reported:
-    serials: np.ndarray
-    salts: np.ndarray
-    room: np.ndarray
+    def end(self, row):
+        """A request ends, and all its blocks are listed: their keys."""
+        row.finish_reason = "length"
+        self.list(self.tier._keys_of(row))
+        return self.tier._keys_of(row)
 
+    def keep(self, *rows, lost=True):
+        """These end, and their blocks are in host memory; then they are `lost` on the device. The keys of the first."""
+        keys, *_ = [self.end(each) for each in rows]
+        self.slice(*rows)
+        self.slice()
+        while self.tier._wanted:
+            self.slice()
+        if lost:
+            self.slice(lost=list(self.places))
+        return keys
 
-def make_tier(*, least_tokens=3, growth=0, **options):
-    tier = HostTier(FakeCopies(**options), least_tokens=least_tokens, growth=growth)
-    return tier, FakeDevice(tier, tier._copies.salts)
+    def holds(self, *rows, sent=()):
+        """Which of these requests stay on the host."""
+        self.tier.before_send(sent)
+        return [self.tier.holds(each) for each in rows]
+
+    def arriving(self, *rows):
+        """The runs of the next slice when these requests are looked at."""
+        self.holds(*rows)
+        return self.tier.next_moves().back
+
+    @property
+    def kept(self):
+        return [page.page[0].name for page in self.tier._pages]
 
 
 def row(*tokens, **params):
-    return CompletionState(0, np.array(tokens, np.int32), SamplingParams(max_tokens=1, **params), 0)
-
-
-def kept(tier):
-    return [page[0].name for page in (of_page.page for of_page in tier._pages)]
-
-
-def keep(tier, device, *rows, slow=(), lost=True):
-    """These end, and what they computed is in host memory; then it is `lost` on the device."""
-    for each in rows:
-        each.finish_reason = "length"
-        device.list(tier._keys_of(each))
-    device.slice(*rows)
-    device.slice(slow=slow)
-    while tier._wanted:
-        device.slice(slow=slow)
-    if lost:
-        device.lose(list(device.places))
-        device.slice()
+    return CompletionState(0, np.array(tokens, np.int32), SamplingParams(**dict(max_tokens=1) | params), 0)
 
 
 def names(runs):
     return [[page[0].name for page in run.pages] for run in runs]
 
 
-def arriving(tier, *rows, sent=()):
-    """The runs that the next slice is given when these rows are asked for."""
-    tier.before_send(sent)
-    for each in rows:
-        tier.holds(each)
-    return tier.next_moves().back
-
-
-PROMPT = 1, 2, 3, 4, 5, 6, 7
-
-
-def test_what_the_device_has_lost_is_brought_from_the_first_loss_on():
-    tier, device = make_tier(num_pages=4)
-    keep(tier, device, row(*PROMPT), lost=False)
-    tier.before_send([])
-    assert not tier.holds(row(*PROMPT))  # all is there
-    keys = tier._keys_of(row(*PROMPT))
+def test_blocks_are_brought_from_the_first_lost_one_on():
+    device = FakeDevice(num_pages=4)
+    keys = device.keep(row(*PROMPT), lost=False)
+    assert device.holds(row(*PROMPT)) == [False]  # all are there
     device.held = {keys[0]}
-    device.lose(keys[1:])
-    device.slice()
-    waiting, other = row(*PROMPT), row(*PROMPT)
-    tier.before_send([])
-    assert not tier.holds(waiting)  # it goes out with the others
-    assert not tier.holds(other)
-    moves = tier.next_moves()
+    device.slice(lost=keys[1:])
+    waiting = row(*PROMPT)
+    assert device.holds(waiting, row(*PROMPT)) == [False, False]  # the second goes out with the first
+    moves = device.tier.next_moves()
     (run,) = moves.back
     assert (run.begin, run.salt, names([run])) == (1, 0, [["3/4", "5/6"]])
     assert run.tokens.tolist() == [[1, 2], [3, 4], [5, 6]]
     device.slice(moves=moves)
-    assert (tier.num_brought, on_the_way(tier)) == (4, [])
-    assert not tier.holds(waiting)
-    assert on_the_way(tier) == []
+    assert (device.tier.num_brought, moving(device.tier)) == (4, [])
+    assert device.holds(waiting) == [False]
+    assert moving(device.tier) == []
 
 
-def test_what_the_device_may_be_losing_is_brought_too():
-    tier, device = make_tier(num_pages=4)
-    keep(tier, device, row(*PROMPT), lost=False)
-    keys = tier._keys_of(row(*PROMPT))
-    device.lose(keys[1:])
-    device.slice()
-    assert names(arriving(tier, row(*PROMPT))) == [["1/2", "3/4", "5/6"]]
-    tier, device = make_tier(num_pages=4)
-    keep(tier, device, row(*PROMPT))
+def test_blocks_that_the_device_may_be_losing_are_brought_too():
+    device = FakeDevice(num_pages=4)
+    keys = device.keep(row(*PROMPT), lost=False)
+    device.slice(lost=keys[1:])
+    assert names(device.arriving(row(*PROMPT))) == [["1/2", "3/4", "5/6"]]
+    device = FakeDevice(num_pages=4)
+    keys = device.keep(row(*PROMPT))
     device.list(keys[:1])
     device.slice()
-    assert names(arriving(tier, row(*PROMPT))) == [["1/2", "3/4", "5/6"]]  # it was not seen that this one is back
+    assert names(device.arriving(row(*PROMPT))) == [["1/2", "3/4", "5/6"]]  # it was not seen that this one is back
 
 
-def test_what_could_not_be_listed_is_not_taken_to_be_there():
-    tier, device = make_tier(least_tokens=1)
-    keep(tier, device, row(*PROMPT))
-    first, second = arriving(tier, row(*PROMPT))
-    device.slice(moves=Moves(back=[first]), lost=tier._keys_of(row(*PROMPT)))  # gone again within the slice
-    tier.lose(Moves(back=[second]))
-    assert (tier.num_brought, on_the_way(tier)) == (0, [])
-    assert names(arriving(tier, row(*PROMPT))) == [["1/2", "3/4"], ["5/6"]]
+def test_blocks_that_could_not_be_listed_are_not_there():
+    device = FakeDevice(least_tokens=1)
+    keys = device.keep(row(*PROMPT))
+    first, second = device.arriving(row(*PROMPT))
+    device.slice(moves=Moves(back=[first]), lost=keys)  # gone again within the slice
+    device.tier.lose(Moves(back=[second]))
+    assert (device.tier.num_brought, moving(device.tier)) == (0, [])
+    assert names(device.arriving(row(*PROMPT))) == [["1/2", "3/4"], ["5/6"]]
 
 
-def test_few_tokens_are_not_worth_a_copy():
-    tier, device = make_tier()
-    keep(tier, device, row(*PROMPT), lost=False)
-    device.lose(tier._keys_of(row(*PROMPT))[2:])
-    device.slice()
-    tier.before_send([])
-    assert not tier.holds(row(*PROMPT))  # two tokens of the least three
-    assert on_the_way(tier) == []
-
-
-def test_what_is_on_its_way_is_little_and_may_take_long():
-    tier, device = make_tier(num_pages=2, most_staged=2)
-    prompt = (*PROMPT, 8, 9)
-    keep(tier, device, row(*prompt), slow=["5/6"])
+def test_few_blocks_are_on_their_way_at_once_and_may_arrive_late():
+    device, prompt = FakeDevice(num_pages=2, most_staged=2), (*PROMPT, 8, 9)
+    device.slow = {"5/6"}
+    device.keep(row(*prompt))
     waiting, other = row(*prompt), row(*prompt, 8)
-    tier.before_send([])
-    assert tier.holds(waiting)
-    assert tier.holds(other)  # for the same copies
-    moves = tier.next_moves()
+    assert device.holds(waiting, other) == [True, True]  # for the same copies
+    moves = device.tier.next_moves()
     assert names(moves.back) == [["1/2", "3/4"]]
     moves.back[0].pages = []  # put in
-    assert arriving(tier, waiting, other) == []
-    (run,) = {run for run in tier._coming.values() if not run.is_sent}
+    assert device.arriving(waiting, other) == []
+    (run,) = {run for run in device.tier._coming.values() if not run.is_sent}
     assert names([run]) == [["5/6", "7/8"]]  # the slow one, once
     device.slice(moves=moves)
-    run.pages[0][0].is_slow = False
-    assert arriving(tier, waiting) == [run]
-    tier.before_send([])
-    assert not tier.holds(waiting)
-    tier.clear()
-    assert (on_the_way(tier), tier.host_bytes) == ([], 0)
+    device.slow.clear()
+    assert device.arriving(waiting) == [run]
+    assert device.holds(waiting) == [False]
+    device.tier.clear()
+    assert (moving(device.tier), device.tier.host_bytes) == ([], 0)
 
 
-def come_in_parts(num_slices, head_lost_in=None):
-    """A tier, its device, a row that waits, and the pages that came for it in so many slices, of which one loses the
-    first block again."""
-    tier, device = make_tier(num_pages=1, most_staged=1, least_tokens=1)
-    waiting, came = row(*PROMPT, 8, 9), []
-    keep(tier, device, row(*PROMPT, 8, 9))
-    for i in range(num_slices):
-        moves = Moves(back=arriving(tier, waiting))
-        came += names(moves.back)
-        device.slice(moves=moves, lost=tier._keys_of(waiting)[:1] if i == head_lost_in else ())
-    return tier, device, waiting, came
+def one_by_one():
+    """A device to which one block comes at a time, with a prompt of four blocks in host memory."""
+    device = FakeDevice(num_pages=1, most_staged=1, least_tokens=1)
+    return device, row(*PROMPT, 8, 9), device.keep(row(*PROMPT, 8, 9))
 
 
-def test_a_prompt_longer_than_what_may_be_on_its_way_comes_part_by_part_and_each_once():
-    tier, device, waiting, came = come_in_parts(4)
-    assert came == [["1/2"], ["3/4"], ["5/6"], ["7/8"]]
-    tier.before_send([])
-    assert not tier.holds(waiting)
-    # What has come and is lost meanwhile comes again.
-    keep(tier, device, waiting)
-    assert names(arriving(tier, waiting)) == [["1/2"]]
+@pytest.mark.parametrize(
+    ("head_lost_in", "expected"),
+    [(None, ["1/2", "3/4", "5/6", "7/8"]), (2, ["1/2", "3/4", "5/6", "1/2", "7/8"])],
+    ids=["all stay", "the first is lost again"],
+)
+def test_a_long_prompt_comes_in_parts_and_each_once(head_lost_in, expected):
+    device, waiting, keys = one_by_one()
+    for i, name in enumerate(expected):
+        moves = Moves(back=device.arriving(waiting))
+        assert names(moves.back) == [[name]]
+        device.slice(moves=moves, lost=keys[:1] if i == head_lost_in else ())
+    if head_lost_in is None:
+        assert device.holds(waiting) == [False]
+        device.keep(waiting)  # it is lost
+        assert names(device.arriving(waiting)) == [["1/2"]]
 
 
-def test_what_came_in_parts_does_not_come_again_if_the_head_is_lost():
-    *_, came = come_in_parts(5, head_lost_in=2)
-    assert came == [["1/2"], ["3/4"], ["5/6"], ["1/2"], ["7/8"]]
-
-
-def test_nothing_goes_out_in_the_room_of_what_comes_part_by_part():
-    tier, device = make_tier(num_pages=1, most_staged=1, least_tokens=1)
-    keep(tier, device, row(*PROMPT, 8, 9))
+def test_no_request_goes_out_in_the_room_of_one_that_comes_in_parts():
+    device, _, _ = one_by_one()
     for room, is_held in ((5, True), (6, False)):  # the prompt needs five blocks, the other request one
         device.room = room
         device.slice()
-        tier.before_send([])
-        assert tier.holds(row(*PROMPT, 8, 9))
-        assert tier.holds(row(9, 9)) == is_held
+        assert device.holds(row(*PROMPT, 8, 9), row(9, 9)) == [True, is_held]
 
 
-def test_a_request_in_front_does_not_keep_those_from_going_out_whose_copies_it_waits_for():
-    tier, device = make_tier(num_pages=2, most_staged=2, capacity=30)
-    first, second = row(*range(10, 19)), row(*range(20, 29))  # five blocks each
-    keep(tier, device, row(*range(20, 29)))
-    keep(tier, device, row(*range(10, 19)), lost=False)
+def test_a_request_in_front_does_not_hold_those_whose_copies_it_waits_for():
+    device = FakeDevice(num_pages=2, most_staged=2, capacity=30)
+    waiting = [row(*range(10, 19)), row(*range(20, 29))]  # five blocks each
+    device.keep(row(*range(20, 29)))
+    device.keep(row(*range(10, 19)), lost=False)
     device.room = 4
     device.slice()
-    tier.before_send([])
-    assert tier.holds(first)  # it is in the pool, which has no room for it
-    assert tier.holds(second)
-    device.lose(list(device.places))
+    assert device.holds(*waiting) == [True, True]  # the first is in the pool, which has no room for it
     device.room = 9  # for one of them
-    device.slice()
-    waiting = [first, second]
+    device.slice(lost=list(device.places))
     for _ in range(4):
-        tier.before_send([])
-        waiting = [each for each in waiting if tier.holds(each)]
-        device.slice(moves=tier.next_moves())
+        held = device.holds(*waiting)
+        waiting = [each for each, is_held in zip(waiting, held, strict=True) if is_held]
+        device.slice()
     assert waiting == []
 
 
-def test_every_prompt_ends_where_one_token_is_a_chunk():
-    tier, _ = make_tier(least_tokens=0)
-    assert not tier.holds(row(*PROMPT))
+def test_a_prompt_ends_where_one_token_is_a_chunk():
+    assert FakeDevice(least_tokens=0).holds(row(*PROMPT)) == [False]
 
 
-def test_what_comes_in_parts_and_cannot_be_put_in_is_computed():
-    tier, device = make_tier(num_pages=1, most_staged=1, least_tokens=1)
-    waiting = row(*PROMPT, 8, 9)
-    keep(tier, device, row(*PROMPT, 8, 9))
-    tier.lose(Moves(back=arriving(tier, waiting)))
-    tier.before_send([])
-    assert not tier.holds(waiting)
+def test_a_part_that_cannot_be_put_in_is_computed():
+    device, waiting, _ = one_by_one()
+    device.tier.lose(Moves(back=device.arriving(waiting)))
+    assert device.holds(waiting) == [False]
 
 
-def test_a_copy_that_fails_on_its_way_is_told_once():
-    tier, device = make_tier()
-    waiting = row(*PROMPT)
-    keep(tier, device, row(*PROMPT), slow=["1/2"])
-    assert arriving(tier, waiting) == []
-    for (numbers,) in next(iter(tier._coming.values())).pages:
+def test_a_copy_that_fails_on_its_way_is_reported_once():
+    device, waiting = FakeDevice(), row(*PROMPT)
+    device.slow = {"1/2"}
+    device.keep(row(*PROMPT))
+    assert device.arriving(waiting) == []
+    for (numbers,) in next(iter(device.tier._coming.values())).pages:
         numbers.block_until_ready = lambda: [][0]
     with pytest.raises(IndexError):
-        tier.wait()
-    tier.wait()
-    tier.before_send([])
-    assert not tier.holds(waiting)
+        device.tier.wait()
+    device.tier.wait()
+    assert device.holds(waiting) == [False]
 
 
-def test_what_arrived_is_forgotten_with_the_rest():
-    tier, device = make_tier()
-    keep(tier, device, row(*PROMPT))
-    tier.before_send([])
-    assert not tier.holds(row(*PROMPT))
-    tier.clear()
-    assert (tier.next_moves(), on_the_way(tier), tier.host_bytes, tier._at) == (Moves(), [], 0, {})
+def test_what_has_arrived_is_forgotten_with_the_rest():
+    device = FakeDevice()
+    device.keep(row(*PROMPT))
+    assert device.holds(row(*PROMPT)) == [False]
+    device.tier.clear()
+    assert (device.tier.next_moves(), moving(device.tier), device.tier._at) == (Moves(), [], {})
+    assert device.tier.host_bytes == 0
 
 
 def test_a_request_that_ended_waits_for_nothing():
-    tier, device = make_tier()
-    keep(tier, device, row(*PROMPT), slow=["1/2"])
-    waiting = row(*PROMPT)
-    assert arriving(tier, waiting) == []
-    assert len(on_the_way(tier)) == 2  # blocks
+    device, waiting = FakeDevice(), row(*PROMPT)
+    device.slow = {"1/2"}
+    device.keep(row(*PROMPT))
+    assert device.arriving(waiting) == []
+    assert len(moving(device.tier)) == 2  # blocks
     waiting.is_aborted = True
-    tier.before_send([])
-    assert on_the_way(tier) == []
+    device.holds()
+    assert moving(device.tier) == []
 
 
-def test_a_request_goes_out_with_what_comes_back_once_there_is_room_for_it():
-    tier, device = make_tier(num_pages=4, growth=2)
-    keep(tier, device, row(*PROMPT))
-    waiting, small, under_way, read = row(*PROMPT), row(9, 9), row(8, 8, 8), row(8, 8, 8)
-    read.place = 0  # the room is told without what it may need
-    for room, is_held in ((5, True), (6, False)):  # it needs four blocks, the one under way two
+def test_a_request_goes_out_with_its_blocks_once_there_is_room_for_it():
+    device = FakeDevice(num_pages=4, growth=2)
+    device.keep(row(*PROMPT))
+    sent, read = row(8, 8, 8), row(8, 8, 8)
+    read.place = 0  # the reported room does not include what it may need
+    for room, is_held in ((5, True), (6, False)):  # it needs four blocks, the one that was sent two
         device.room = room
         device.slice()
-        tier.before_send([under_way, read])
-        assert tier.holds(waiting) == is_held
-        assert tier.holds(small) == is_held  # behind the other
-    assert names(tier.next_moves().back) == [["1/2", "3/4", "5/6"]]
-    long = dataclasses.replace(row(*PROMPT), params=SamplingParams(max_tokens=9))
-    assert (tier._needed(waiting), tier._needed(long)) == (4, 5)
+        # The small one is after the other.
+        assert device.holds(row(*PROMPT), row(9, 9), sent=[sent, read]) == [is_held, is_held]
+    assert names(device.tier.next_moves().back) == [["1/2", "3/4", "5/6"]]
+    assert [device.tier._needed(each) for each in (row(*PROMPT), row(*PROMPT, max_tokens=9))] == [4, 5]
 
 
 def test_a_prefix_that_others_hold_needs_room_once():
-    tier, device = make_tier()
-    keep(tier, device, row(*PROMPT), lost=False)
-    device.room, device.held = 1, set(tier._keys_of(row(*PROMPT)))
+    device = FakeDevice()
+    device.held = {*device.keep(row(*PROMPT), lost=False)}
+    device.room = 1
     device.slice()
-    tier.before_send([])
-    assert not tier.holds(row(*PROMPT))
-    assert tier.holds(row(*PROMPT))
-    assert not make_tier()[0].holds(row(*PROMPT))
+    assert device.holds(row(*PROMPT), row(*PROMPT)) == [False, True]
 
 
-def test_a_request_without_anything_to_find_needs_no_room():
-    tier, device = make_tier()
+def test_a_request_that_can_find_nothing_needs_no_room():
+    device = FakeDevice()
     device.room = -5
     device.slice()
-    tier.before_send([])
-    assert not tier.holds(row(*PROMPT))
+    assert device.holds(row(*PROMPT)) == [False]
 
 
-def test_nothing_waits_for_blocks_that_left_host_memory_meanwhile():
-    tier, device = make_tier(num_pages=2, most_staged=2, capacity=4)
-    waiting = row(*PROMPT, 8, 9)
-    keep(tier, device, row(*PROMPT, 8, 9), slow=["1/2"])
-    assert arriving(tier, waiting) == []
-    (run,) = set(tier._coming.values())
-    keep(tier, device, row(9, 9, 9, 9, 9))  # in the place of the tail
-    run.pages[0][0].is_slow = False
-    assert arriving(tier, waiting) == [run]
+def test_no_request_waits_for_blocks_that_have_left_host_memory():
+    device, waiting = FakeDevice(num_pages=2, most_staged=2, capacity=4), row(*PROMPT, 8, 9)
+    device.slow = {"1/2"}
+    device.keep(row(*PROMPT, 8, 9))
+    assert device.arriving(waiting) == []
+    (run,) = set(device.tier._coming.values())
+    device.keep(row(9, 9, 9, 9, 9))  # in the place of the tail
+    device.slow.clear()
+    assert device.arriving(waiting) == [run]
     run.pages = []
-    tier.before_send([])
-    assert not tier.holds(waiting)
+    assert device.holds(waiting) == [False]
 
 
-def test_the_tail_leaves_host_memory_before_the_head():
-    tier, device = make_tier(capacity=3)
-    keep(tier, device, row(1, 2, 3, 4, 5))
-    keep(tier, device, row(*PROMPT))
-    keep(tier, device, row(9, 9, 9))
-    assert kept(tier) == ["3/4", "1/2", "9/9"]
-    tier, device = make_tier(capacity=3)
-    keep(tier, device, row(*PROMPT))
-    tier.before_send([])
-    tier.holds(row(1, 2, 3, 4, 5))  # now two are newer than the third
-    keep(tier, device, row(9, 9, 9))
-    assert kept(tier) == ["3/4", "1/2", "9/9"]
-    assert len(tier._places) == 3
+@pytest.mark.parametrize("is_looked_up", [False, True])
+def test_the_tail_leaves_host_memory_before_the_head(is_looked_up):
+    device = FakeDevice(capacity=3)
+    if is_looked_up:
+        device.keep(row(*PROMPT))
+        device.holds(row(1, 2, 3, 4, 5))  # now two blocks are newer than the third
+    else:
+        device.keep(row(1, 2, 3, 4, 5))
+        device.keep(row(*PROMPT))
+    device.keep(row(9, 9, 9))
+    assert device.kept == ["3/4", "1/2", "9/9"]
+    assert len(device.tier._places) == 3
 
 
 def test_blocks_of_another_salt_leave():
-    tier, device = make_tier()
-    keep(tier, device, row(*PROMPT))
-    late = row(7, 8, 9)
-    late.finish_reason = "length"
-    device.list(tier._keys_of(late))
+    device, late = FakeDevice(), row(7, 8, 9)
+    device.keep(row(*PROMPT))
+    device.end(late)
     device.slice(late)
-    device.salts = [1]  # its copy is under way
+    device.salts = [1]  # while its copy is under way
     device.slice()
-    assert tier.host_bytes == 0
-    keep(tier, device, row(*PROMPT))
-    assert tier.host_bytes == 3
+    assert device.tier.host_bytes == 0
+    device.keep(row(*PROMPT))
+    assert device.tier.host_bytes == 3
 
 
 def test_a_block_comes_back_for_its_own_adapter():
-    tier, device = make_tier(num_adapters=2, num_pages=4)
-    keep(tier, device, row(*PROMPT, adapter=1))
-    assert [len(arriving(tier, row(*PROMPT, adapter=adapter))) for adapter in (None, 0, 1)] == [0, 0, 1]
-    device.salts = [3, 1, 2]
-    device.slice()
-    assert tier.host_bytes == 3
-    device.salts = [3, 1, 5]
-    device.slice()
-    assert tier.host_bytes == 0
+    device = FakeDevice(num_adapters=2, num_pages=4)
+    device.keep(row(*PROMPT, adapter=1))
+    assert [len(device.arriving(row(*PROMPT, adapter=adapter))) for adapter in (None, 0, 1)] == [0, 0, 1]
+    for device.salts, num_kept in (([3, 1, 2], 3), ([3, 1, 5], 0)):
+        device.slice()
+        assert device.tier.host_bytes == num_kept
 
 
-def test_a_fuller_page_takes_the_place_of_the_page_that_it_begins_with():
-    tier, device = make_tier(in_page=4)
-    keep(tier, device, row(1, 2, 3, 4, 5))
-    assert kept(tier) == ["1/2"]
-    keep(tier, device, row(*PROMPT), row(1, 2, 3, 4, 9, 9, 9))
-    assert [len(page.keys) for page in tier._pages] == [3, 3]
-    assert len(tier._places) == 4
-    keep(tier, device, row(1, 2, 3, 4, 5))  # it has that
-    assert len(tier._pages) == 2
+def test_a_fuller_page_replaces_the_page_that_it_begins_with():
+    device = FakeDevice(in_page=4)
+    device.keep(row(1, 2, 3, 4, 5))
+    assert device.kept == ["1/2"]
+    device.keep(row(*PROMPT), row(1, 2, 3, 4, 9, 9, 9))
+    assert [len(page.keys) for page in device.tier._pages] == [3, 3]
+    assert len(device.tier._places) == 4
+    device.keep(row(1, 2, 3, 4, 5))  # these blocks are there
+    assert len(device.tier._pages) == 2
 
 
 def test_blocks_in_the_middle_of_pages_come_back():
-    tier, device = make_tier(in_page=2)
-    keep(tier, device, row(1, 2, 3, 4, 5, 6, 7, 8, 9), lost=False)
-    keys = tier._keys_of(row(1, 2, 3, 4, 5, 6, 9))
+    device, prompt = FakeDevice(in_page=2), (1, 2, 3, 4, 5, 6, 9)
+    keys = device.keep(row(1, 2, 3, 4, 5, 6, 7, 8, 9), lost=False)
     device.held = {keys[0]}
-    device.lose(keys[1:])
-    device.slice()
-    (run,) = arriving(tier, row(1, 2, 3, 4, 5, 6, 9))
+    device.slice(lost=keys[1:3])
+    (run,) = device.arriving(row(*prompt))
     assert (run.begin, len(run.keys), names([run])) == (0, 3, [["1/2", "5/6"]])
 
 
-def test_what_was_overwritten_before_its_copy_is_not_kept():
-    tier, device = make_tier(in_page=2)
-    ended = row(1, 2, 3, 4, 5, 6, 7, 8, 9)
-    ended.finish_reason = "length"
-    keys = tier._keys_of(ended)
-    device.list(keys)
+def test_blocks_that_were_overwritten_before_their_copy_are_not_kept():
+    device, ended = FakeDevice(in_page=2), row(1, 2, 3, 4, 5, 6, 7, 8, 9)
+    keys = device.end(ended)
     device.slice(ended)
-    device.lose(keys[1:2])
+    del device.places[keys[1]]
     device.slice(lost=keys)
-    assert (kept(tier), list(tier._places), tier._leaving) == (["1/2"], keys[:1], set())
-    assert not tier._is_there(keys[0])
+    assert (device.kept, list(device.tier._places), device.tier._leaving) == (["1/2"], keys[:1], set())
+    assert not device.tier._is_there(keys[0])
 
 
-def test_what_a_request_has_filled_is_wanted_once_and_no_more_than_may_be_on_its_way():
-    tier, device = make_tier(in_page=2)
-    running, same = (
-        dataclasses.replace(row(*range(9)), params=SamplingParams(max_tokens=9), token_ids=[]) for _ in range(2)
-    )
+def test_filled_blocks_leave_once_and_few_at_a_time():
+    device = FakeDevice(in_page=2)
+    tier, (running, same) = device.tier, (row(*range(9), max_tokens=9) for _ in range(2))
     device.list(tier._keys_of(running))
     device.slice(running)
     assert tier.next_moves() == Moves()  # its prompt is not computed
@@ -816,23 +649,21 @@ def test_what_a_request_has_filled_is_wanted_once_and_no_more_than_may_be_on_its
     device.slice(running, same, moves=again)
     assert tier.next_moves() == Moves()
     running.token_ids = [1] * 5  # 14 tokens, 13 of them computed
-    running.finish_reason = "length"
-    device.list(tier._keys_of(running))
+    device.end(running)
     device.slice(running)
     assert [(run.begin, len(run.keys)) for run in tier._wanted] == [(4, 6)]
     others = [row(i, *range(12)) for i in range(20, 23)]
     for each in others:
         each.finish_reason = "length"
-    device.slice(*others)  # they are wanted behind it, of three pages each
+    device.slice(*others)  # their runs of three pages each come after it
     assert [run.num_pages for run in tier.next_moves().out] == [2, 1]
 
 
-def test_runs_of_several_prompts_go_through_one_program_but_for_the_block_before():
-    tier, device = make_tier(num_pages=2, most_staged=8, least_tokens=1)
+def test_runs_of_several_prompts_share_a_program_unless_one_needs_the_block_before():
+    device = FakeDevice(num_pages=2, most_staged=8, least_tokens=1)
     prompts = PROMPT, (1, 9, 3, 9, 0), (2, 9, 4, 9, 0)
-    keep(tier, device, *(row(*tokens) for tokens in prompts))
-    runs = arriving(tier, *(row(*tokens) for tokens in prompts))
-    assert [run.num_pages for run in runs] == [2, 1, 2, 2]
-    assert [[run.num_pages for run in batch] for batch in tier._copies.batches(runs)] == [[2], [1], [2], [2]]
-    tier._copies.num_pages = 9
-    assert [[run.num_pages for run in batch] for batch in tier._copies.batches(runs)] == [[2], [1, 2], [2]]
+    device.keep(*(row(*tokens) for tokens in prompts))
+    runs = device.arriving(*(row(*tokens) for tokens in prompts))
+    for device.copies.num_pages, expected in ((2, [[2], [1], [2], [2]]), (9, [[2], [1, 2], [2]])):
+        batches = HostCopies._batches(device.copies, runs)
+        assert [[run.num_pages for run in batch] for batch in batches] == expected

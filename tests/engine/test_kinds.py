@@ -1,4 +1,4 @@
-"""The ladder: which kinds of steps an engine has, which of them is next, and the sizes that it chooses."""
+"""Which kinds of steps an engine has, which of them is next, and the sizes that it chooses."""
 
 import dataclasses
 import functools
@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import BlockAllocator, Engine, EngineOptions, KVCache, SamplingParams, _device
-from jaxpaged._engine.defaults import chosen_compiler_options, with_sizes
-from jaxpaged._engine.inputs import pool_sizes
+from jaxpaged import BlockAllocator, Engine, EngineOptions, _device
+from jaxpaged._engine.defaults import chosen_compiler_options, chosen_steps, with_sizes
 from jaxpaged._slice.kinds import LONGEST_WAIT, count_wait, make_kinds, next_kind
 from jaxpaged.scheduling import Scheduler
 from tests import toy_model
@@ -20,35 +19,35 @@ KINDS = make_kinds(SEATS, CHUNK, WIDTHS)
 FOUR, EIGHT, ALL, CHUNK_FOR_ALL = range(4)  # eight rows may be a chunk too
 
 
-def find_widths(kinds):
-    assert [kind.width for kind in kinds] == sorted(kind.width for kind in kinds)
-    return tuple([kind.width for kind in kinds if kind.is_mixed == is_mixed] for is_mixed in (False, True))
-
-
-def test_each_width_is_a_kind_and_one_of_them_takes_chunks_too():
-    assert find_widths(KINDS) == ([4, 16], [8, 48])
-    assert find_widths(make_kinds(384, 640, (64, 128, 256))) == ([64, 128, 384], [256, 1024])
-    assert find_widths(make_kinds(256, 512, (64, 128, 256))) == ([64, 128, 256], [256, 768])
-    assert find_widths(make_kinds(8, 64, (20,))) == ([8], [20, 72])
-    assert find_widths(make_kinds(6, 16)) == ([6], [22])
-    assert find_widths(make_kinds(6, 7, (5,))) == ([5, 6], [13])  # 5 is more than a third of 13
-    sharing, others = (
-        make_kinds(384, 640, (64, 128, 256), least_saved_reads=9)[:2],
-        make_kinds(384, 640, (64, 128, 256)),
-    )
-    assert [(kind.width, kind.is_mixed, kind.is_by_row) for kind in sharing] == [
-        (384, False, True),
-        (1024, True, False),
+@pytest.mark.parametrize(
+    ("num_seats", "chunk_tokens", "widths", "single", "mixed"),
+    [
+        (SEATS, CHUNK, WIDTHS, [4, 16], [8, 48]),
+        (384, 640, (64, 128, 256), [64, 128, 384], [256, 1024]),
+        (256, 512, (64, 128, 256), [64, 128, 256], [256, 768]),
+        (8, 64, (20,), [8], [20, 72]),
+        (6, 16, (), [6], [22]),
+        (6, 7, (5,), [5, 6], [13]),  # 5 is more than a third of 13
+    ],
+)
+def test_each_width_is_a_kind_and_one_of_them_has_rows_for_chunks_too(num_seats, chunk_tokens, widths, single, mixed):
+    kinds = make_kinds(num_seats, chunk_tokens, widths)
+    assert [kind.width for kind in kinds] == sorted(single + mixed)
+    assert [kind.width for kind in kinds if kind.is_mixed] == mixed
+    first, second, *others = make_kinds(num_seats, chunk_tokens, widths, least_saved_reads=9)
+    assert others == list(kinds)
+    assert [(kind.width, kind.is_mixed, kind.is_by_row) for kind in (first, second)] == [
+        (num_seats, False, True),
+        (mixed[-1], True, False),
     ]
-    assert make_kinds(384, 640, (64, 128, 256), least_saved_reads=9)[2:] == others
-    (exact,) = make_kinds(6, 16, (3,), batch_invariant=True)
-    assert (exact.width, exact.is_mixed, exact.num_partitions) == (22, True, 1)
+    (exact,) = make_kinds(num_seats, chunk_tokens, widths, batch_invariant=True)
+    assert (exact.width, exact.is_mixed, exact.num_partitions) == (mixed[-1], True, 1)
 
 
 @functools.partial(jax.jit, static_argnames="kinds")
 def choose_next(needed, num_waited, num_saved_reads=0, num_read=0, kinds=KINDS):
-    """The next kind if each seat needs this number of tokens, one of which is known to be computed; 0: a free seat.
-    `num_read`: tokens in the cache beside those whose reads are saved."""
+    """The next kind if each seat needs this number of tokens, of them one that is known to be computed; 0: a free seat.
+    `num_read`: tokens in the cache whose reads are not saved."""
     is_taken = needed > 0
     lengths = is_taken.astype(jnp.int32).at[0].add(jnp.maximum(num_saved_reads + num_read - is_taken.sum(), 0))
     scheduler = Scheduler.create(max_requests=SEATS, num_seqs=SEATS, max_length=256)
@@ -79,9 +78,9 @@ def choose_next(needed, num_waited, num_saved_reads=0, num_read=0, kinds=KINDS):
         ([1] * 13 + [2], 0, CHUNK_FOR_ALL),  # idle
         ([2], 0, EIGHT),
         ([1] * 7 + [2], 0, CHUNK_FOR_ALL),  # a narrow step would have no row for it
-        ([1] * 4 + [19], 0, EIGHT),  # 18 in six narrow steps of 3 take 48 rows
+        ([1] * 4 + [19], 0, EIGHT),  # 18 in six narrow steps of 3 need 48 rows
         ([1] * 4 + [20], 0, CHUNK_FOR_ALL),
-        ([43], 0, EIGHT),  # 42 in six narrow steps of 7 take 48 rows, the widest step's number
+        ([43], 0, EIGHT),  # 42 in six narrow steps of 7 need 48 rows, the widest step's number
         ([44], 0, CHUNK_FOR_ALL),
         ([1] * 6 + [2**29], 0, CHUNK_FOR_ALL),  # the rows of its narrow steps overflow
     ],
@@ -113,9 +112,8 @@ def test_shared_blocks_are_read_once_where_that_pays(needed, num_saved_reads, nu
     kinds = make_kinds(SEATS, CHUNK, WIDTHS, least_saved_reads=160)
     names = "sharing all", "sharing chunk", "four", "eight", "all", "chunk for all"
     needed = np.pad(np.int32(needed), (0, SEATS - len(needed)))
-    assert (
-        names[int(choose_next(needed, np.int32(0), np.int32(num_saved_reads), np.int32(num_read), kinds))] == expected
-    )
+    kind = choose_next(needed, np.int32(0), np.int32(num_saved_reads), np.int32(num_read), kinds)
+    assert names[int(kind)] == expected
 
 
 @pytest.mark.parametrize(
@@ -134,6 +132,14 @@ def test_on_a_gpu_xla_gets_options_that_it_knows(monkeypatch):
     assert chosen_compiler_options({"xla_gpu_autotune_level": 0}) == {"xla_gpu_autotune_level": 0}
 
 
+@pytest.mark.parametrize(
+    ("is_gpu", "gigabytes", "expected"),
+    [(True, (0, 1, 3, 8, 16, 70), [16, 12, 4, 2, 1, 1]), (False, (0.5, 1), [2, 1])],
+)
+def test_a_slice_of_a_small_model_has_more_steps(is_gpu, gigabytes, expected):
+    assert [chosen_steps(n * 10**9, is_gpu=is_gpu) for n in gigabytes] == expected
+
+
 def sizes(num_blocks, *, is_gpu=True, **given):
     chosen = with_sizes(EngineOptions(**given), num_blocks, 16, is_gpu=is_gpu)
     return chosen.max_num_seqs, chosen.max_model_len, chosen.chunk_tokens, chosen.widths
@@ -146,7 +152,7 @@ def sizes(num_blocks, *, is_gpu=True, **given):
         (16_385, {"max_model_len": 2048}, (512, 2048, 512, (64, 128, 256))),
         (16_385, {"max_num_seqs": 256}, (256, 8192, 768, (64, 128, 256))),
         (16_385, {"max_num_seqs": 1024}, (1024, 8192, 512, (64, 128, 256))),
-        (6_400, {}, (192, 8192, 832, (64, 128))),  # seats for which the pool has 512 tokens each
+        (6_400, {}, (192, 8192, 832, (64, 128))),  # the pool has 512 tokens for each seat
         (2_049, {}, (64, 8192, 448, (64,))),
         (65, {}, (8, 1024, 504, ())),
         (9, {}, (8, 128, 128, ())),  # no more than the pool
@@ -154,30 +160,16 @@ def sizes(num_blocks, *, is_gpu=True, **given):
         (16_385, {"is_gpu": False}, (32, 8192, 32, ())),
     ],
 )
-def test_sizes_that_are_left_open(num_blocks, given, expected):
+def test_sizes_that_are_not_given_are_chosen(num_blocks, given, expected):
     assert sizes(num_blocks, **given) == expected
 
 
-def test_sizes_that_are_given_are_checked():
-    with pytest.raises(ValueError, match="widths must be at least 1; got widths=0"):
-        sizes(9, widths=(0,))
-    with pytest.raises(ValueError, match=r"max_num_seqs \+ chunk_tokens = 12; got widths=\(12,\)"):
-        sizes(9, max_num_seqs=4, chunk_tokens=8, widths=(12,))
-    with pytest.raises(ValueError, match=r"22 rows is used; leave out \[10, 15\]"):
-        sizes(9, max_num_seqs=6, chunk_tokens=16, widths=(7, 10, 15))
-    with pytest.raises(ValueError, match="at least 2; got num_blocks=1"):
-        pool_sizes(KVCache(*jnp.zeros((2, 1, 4, 1, 8))))
-
-
 def test_an_engine_without_any_size_serves_and_says_what_it_chose():
-    weights = toy_model.random_weights()
-    cache = KVCache.create(num_blocks=25, block_size=4, num_kv_heads=4, head_dim=8, dtype="float32")
-    engine = Engine(toy_model.apply, weights, cache, head=toy_model.head)
-    params = SamplingParams(max_tokens=20, temperature=0)
+    engine = Engine(toy_model.apply, toy_model.random_weights(), toy_model.create_cache(25), head=toy_model.head)
+    params = toy_model.greedy(20)
     prompts = [[1, 2, 3], [4] * 25, [5], *[[6, i] for i in range(9)]]
     outputs = engine.generate(prompts, params)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.outputs[0].token_ids == toy_model.continuation(weights, prompt, params)[0]
+    assert toy_model.tokens_of(outputs) == [toy_model.expected_tokens(prompt, params) for prompt in prompts]
     stats = engine.stats()
     assert (stats.max_num_seqs, stats.max_model_len, stats.chunk_tokens, stats.widths) == (8, 96, 56, ())
     assert stats.num_mixed_steps > 0

@@ -1,4 +1,4 @@
-"""Blocks that requests share are read once: which seats form groups, how a step is sorted, and the reads saved."""
+"""Blocks that requests share are read once: which seats form groups, how a step is sorted, and the saved reads."""
 
 import dataclasses
 
@@ -6,22 +6,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from jaxpaged import AttentionSettings, AttentionStep, BlockAllocator, KVCache, SamplingParams, _device
+from jaxpaged import AttentionStep, BlockAllocator, KVCache, SamplingParams, _device
 from jaxpaged._attention import run
 from jaxpaged._engine.defaults import chosen_least_saved_reads
 from jaxpaged._scheduler.records import StepPlan
 from jaxpaged._slice.prefix_groups import SeatGroups, find_groups, sort_by_group
-from jaxpaged.nnx import PagedAttention
 from jaxpaged.ops import PrefixGroups
-from tests.toy_model import BLOCK_SIZE, finish, random_weights, shared_engine
+from tests.toy_model import BLOCK_SIZE, counting, create_cache, finish, shared_engine
 
+pytestmark = pytest.mark.usefixtures("idle_engines")
 NONE = 8  # no seat leads
 
 
 def make_allocator(rows, lengths=None):
-    """Blocks of each seat, of 4 tokens; by default all are full."""
+    """`rows`: the blocks of each seat, of 4 tokens; by default all are full."""
     tables = np.zeros((len(rows), max(1, *map(len, rows))), np.int32)
     for table, row in zip(tables, rows, strict=True):
         table[: len(row)] = row
@@ -57,11 +56,18 @@ def test_seats_form_the_groups_that_spare_most():
     assert found(rows) == ([0, 1, 0, NONE, NONE, 1, 1, 0], [5, 2, 5, 0, 0, 2, 2, 5], 4 * (2 * 5 + 2 * 2))
 
 
-def test_what_is_not_the_same_from_the_start_is_not_shared():
-    """Two prompts were computed at once, and a third request found blocks of both."""
-    assert found([[1, 2, 3], [4, 5, 6], [1, 5, 3, 7]]) == ([3, 3, 3], [0, 0, 0], 0)
-    # The leader's block is elsewhere in the table.
-    assert found([[1, 2, 3], [4, 1, 2], [5, 6, 2]])[1] == [0, 0, 0]
+@pytest.mark.parametrize(
+    ("rows", "leaders"),
+    [
+        # Two prompts were computed at once, and a third request found blocks of both.
+        ([[1, 2, 3], [4, 5, 6], [1, 5, 3, 7]], [3, 3, 3]),
+        # The leader's block is elsewhere in the table.
+        ([[1, 2, 3], [4, 1, 2], [5, 6, 2]], [3, 3, 3]),
+        ([[], []], [2, 2]),
+    ],
+)
+def test_what_is_not_the_same_from_the_start_is_not_shared(rows, leaders):
+    assert found(rows) == (leaders, [0] * len(rows), 0)
 
 
 def test_a_block_that_is_not_full_is_not_shared():
@@ -70,12 +76,8 @@ def test_a_block_that_is_not_full_is_not_shared():
     assert found([[1], [1]], [3, 3]) == ([2, 2], [0, 0], 0)
 
 
-def test_nobody_has_a_seat():
-    assert found([[], []], [0, 0]) == ([2, 2], [0, 0], 0)
-
-
 def sort(counts, leaders, num_blocks, padding=0):
-    """A step in which each seat has so many rows, sorted."""
+    """A step in which each seat has `counts` rows, sorted."""
     starts = np.cumsum([0, *counts], dtype=np.int32)
     rows = jnp.arange(starts[-1] + padding, dtype=jnp.int32)
     seats = jnp.asarray([*np.repeat(np.arange(len(counts)), counts), *[len(counts)] * padding], jnp.int32)
@@ -100,7 +102,7 @@ def test_a_step_of_single_tokens_is_sorted_by_group():
 
 
 def test_the_rows_of_a_seat_stay_together():
-    """Of the first group one seat has no row, of the second none has, and of the third only one: no read is saved."""
+    """In the first group one seat has no row, in the second no seat has one, and in the third one: no read is saved."""
     counts, leaders = [1, 0, 3, 2, 0, 0, 0, 2], [0, 1, 8, 0, 1, 0, 6, 6]
     step, seats, groups, num_saved_reads = sort(counts, leaders, [3, 2, 0, 3, 2, 3, 4, 4], padding=2)
     assert seats.tolist() == [0, 3, 5, 1, 4, 6, 7, 2]
@@ -123,20 +125,19 @@ def test_a_step_in_which_all_seats_share():
 
 
 def test_stats_count_the_tokens_that_were_not_read_again():
-    engine = shared_engine(16, prefix_cache=True)
-    engine.update_weights(random_weights())
-    before = engine.stats()
-    engine.generate([[*range(22)]], SamplingParams(max_tokens=6, temperature=1.0, seed=7, n=4))
-    after = engine.stats()
+    engine = shared_engine(prefix_cache=True)
+    with counting(engine) as counts:
+        engine.generate([[*range(22)]], SamplingParams(max_tokens=6, seed=7, n=4))
     # The first is a token ahead: in five steps all read its five blocks, in one the other three.
-    assert after.num_saved_reads - before.num_saved_reads == 5 * (3 * 20) + 2 * 20
-    engine.generate([[*range(22)], [*range(22, 44)]], SamplingParams(max_tokens=6))
-    assert engine.stats().num_saved_reads == after.num_saved_reads
+    assert counts.num_saved_reads == 5 * (3 * 20) + 2 * 20
+    with counting(engine) as counts:
+        engine.generate([[*range(22)], [*range(22, 44)]], SamplingParams(max_tokens=6))
+    assert counts.num_saved_reads == 0
 
 
 def test_a_group_goes_on_without_a_request_that_ends():
-    engine = shared_engine(16, prefix_cache=True)
-    request = engine.add_request([*range(7, 29)], SamplingParams(max_tokens=26, temperature=1.0, n=4))
+    engine = shared_engine(prefix_cache=True)
+    request = engine.add_request([*range(7, 29)], SamplingParams(max_tokens=26, n=4))
     engine.step()
     engine.step()
     assert engine._runner.state.seat_groups.num_blocks.tolist().count(20 // BLOCK_SIZE) == 4
@@ -153,27 +154,21 @@ def test_a_group_goes_on_without_a_request_that_ends():
 
 @pytest.mark.parametrize("own", [None, "sliding_window", "num_partitions"])
 @pytest.mark.parametrize("is_packed", [False, True])
-@pytest.mark.parametrize("by_module", [False, True])
-def test_layers_read_shared_blocks_once_unless_they_have_a_way_of_their_own(by_module, is_packed, own, monkeypatch):
+def test_layers_read_shared_blocks_once_unless_they_have_a_way_of_their_own(is_packed, own, monkeypatch):
     calls = []
     monkeypatch.setattr(run, "_attend", lambda call, *_, attend=run._attend: calls.append(call) or attend(call, *_))
     rows = [[1, 2, 10], [1, 2, 11], [3]]
     allocator = make_allocator(rows, [10, 12, 3])
-    cache = KVCache.create(num_blocks=64, block_size=4, num_kv_heads=2, head_dim=16, dtype="float32")
+    cache = create_cache(64, num_kv_heads=2, head_dim=16)
     cache = dataclasses.replace(cache, k=jax.random.normal(jax.random.key(0), cache.k.shape), v=cache.v + 1)
     groups = PrefixGroups(*(jnp.array(x, jnp.int32) for x in ([0, 2, 2], [0, 0], [2, 2, 0])))
     slots = allocator.slots(jnp.arange(3, dtype=jnp.int32), allocator.lengths - 1)
     options = {} if own is None else {own: 2}
-    settings = AttentionSettings(num_heads=2, num_kv_heads=2, head_dim=16, rotary_frequencies=None, **options)
-    module = PagedAttention(32, settings, rngs=nnx.Rngs(0))
-    x = jax.random.normal(jax.random.key(1), (3, 32))
+    heads = jax.random.normal(jax.random.key(1), (3, 2, 16))
 
     def attended(groups):
         starts = jnp.arange(4, dtype=jnp.int32) if is_packed else None
         step = AttentionStep.create(allocator, slots, query_starts=starts, prefix_groups=groups)
-        if by_module:
-            return module(x, cache, step)[1]
-        heads = x.reshape(3, 2, 16)
         return step.attend(heads, heads, heads, cache, **options)[1]
 
     plain = attended(None)

@@ -1,4 +1,4 @@
-"""Room for what crosses between host and GPU, so that the slice's scratch memory stays where it is."""
+"""Room for transfers between host and GPU, so that the slice's scratch memory stays where it is."""
 
 import jax
 import jax.numpy as jnp

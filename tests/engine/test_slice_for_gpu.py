@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -27,7 +28,6 @@ from jaxpaged import (
     rotary_frequencies,
 )
 from jaxpaged._engine.defaults import COMPILER_OPTIONS
-from jaxpaged._scheduler.records import Sampling
 from jaxpaged._slice.model import Setup, apply_model
 from jaxpaged._slice.run_slice import run_slice
 from jaxpaged._slice.sampling import sample
@@ -35,6 +35,7 @@ from lib.llama_config import Clipped
 from lib.mlp import Experts
 from tests import toy_model
 from tests.compiled import instructions
+from tests.engine.test_sampling import parameters
 from tests.kernels import resources
 from tests.kernels.lowering import mosaic_for
 
@@ -50,7 +51,7 @@ def apply_to_parts(weights, tokens, positions, cache, step):
 
 
 def apply_by_kernels(weights, tokens, positions, cache, step):
-    """Heads as the kernels take them."""
+    """Heads in the layout of the kernels."""
     x = weights["embedding"][tokens]
     cache, out = step.attend(x, x, x, cache)
     return cache, x + out
@@ -81,7 +82,7 @@ def compiled_slice(apply, head, engine, weights):
 def without_kernels():
     weights = toy_model.random_weights()
     parts = {"qkv": jnp.split(weights["qkv"], 3, axis=1)}
-    return compiled_slice(apply_to_parts, toy_model.head, toy_model.shared_engine(16), weights | parts)
+    return compiled_slice(apply_to_parts, toy_model.head, toy_model.shared_engine(), weights | parts)
 
 
 def with_kernels():
@@ -127,17 +128,8 @@ def latents():
 
 def sampling():
     _device.is_gpu = lambda: True
-    numbers = jnp.zeros(ROWS, jnp.int32)
-    types = dict(
-        temperature=jnp.float32,
-        top_k=jnp.int32,
-        top_p=jnp.float32,
-        min_p=jnp.float32,
-        seed=jnp.uint32,
-        adapter=jnp.int32,
-    )
-    params = Sampling(**{name: numbers.astype(dtype) for name, dtype in types.items()})
-    return compiled(sample, jnp.zeros((ROWS, 1000), jnp.bfloat16), params, numbers, jnp.bool_(False))
+    params, positions = parameters(0, 0, 0, 0, np.zeros(ROWS)), jnp.zeros(ROWS, jnp.int32)
+    return compiled(sample, jnp.zeros((ROWS, 1000), jnp.bfloat16), params, positions, jnp.bool_(False))
 
 
 def module(of):
@@ -149,15 +141,14 @@ def module(of):
 
 def test_the_slice_copies_neither_a_cache_nor_weights_and_never_calls_the_host():
     text = module("without_kernels")
-    found = instructions(text)
     shape = f"f32[{toy_model.BLOCKS + 1},{toy_model.BLOCK_SIZE},{toy_model.HEADS},{toy_model.HEAD_DIM}]"
-    of_cache = {name for name, _, line in found if shape in line.split(name + "(")[0]}
+    of_cache = toy_model.operations_on(text, shape)
     assert "while" in of_cache  # the search sees the cache
-    assert not {name for name in of_cache if name.startswith("copy")}
+    assert not [name for name in of_cache if name.startswith("copy")]
     part, whole = (f"f32[{toy_model.FEATURES},{n * toy_model.HEADS * toy_model.HEAD_DIM}]" for n in (1, 3))
-    assert part in text  # of q, k or v
+    assert part in text  # the matrix for q, k or v
     assert whole not in text
-    assert not {name for name, *_ in found} & {"infeed", "outfeed", "send", "recv"}
+    assert not {name for name, *_ in instructions(text)} & {"infeed", "outfeed", "send", "recv"}
     assert "callback" not in text
 
 
@@ -169,7 +160,7 @@ def test_a_step_copies_no_weights(of):
 
 
 def test_sampling_computes_only_what_a_request_asks_for():
-    """A draw, top_k, top_p, the rare second draw, logprobs: XLA computes both branches of what it takes for cheap."""
+    """A draw, top_k, top_p, the rare second draw, logprobs: XLA computes both branches where that is cheap."""
     names = [name for name, *_ in instructions(module("sampling"))]
     assert names.count("conditional") == 5
 

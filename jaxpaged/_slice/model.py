@@ -11,7 +11,7 @@ from jaxpaged._attention.writes import check_written, watch_writes
 from jaxpaged._slice.drafting import Draft
 from jaxpaged._slice.kinds import Kind
 from jaxpaged._slice.options import ResolvedOptions
-from jaxpaged._slice.pytrees import caches_in, describe, difference, in_same_containers
+from jaxpaged._slice.pytrees import caches_in, difference, in_same_containers
 
 # Weights, tokens, positions, caches and the step: the new caches, hidden states, and optionally `aux`.
 Apply = Callable[[Any, jax.Array, jax.Array, Any, AttentionStep], tuple[Any, ...]]
@@ -49,8 +49,9 @@ def apply_model(
     for name, tree in (("hidden", hidden), ("aux", aux)):
         for path, leaf in jax.tree.leaves_with_path(tree):
             if not isinstance(leaf, jax.Array) or leaf.shape[:1] != tokens.shape:
+                received = list(leaf.shape) if isinstance(leaf, jax.Array) else type(leaf).__name__
                 raise ValueError(
-                    f"apply must return {name} [{len(tokens)}, ...], one row for each token; got {describe(leaf)} at "
+                    f"apply must return {name} [{len(tokens)}, ...], one row for each token; got {received} at "
                     f"{jax.tree_util.keystr(path) or 'its root'}. The engine picks the rows that the head needs."
                 )
     if not jax.tree.leaves(hidden):

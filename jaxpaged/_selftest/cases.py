@@ -68,14 +68,7 @@ def make_case(
 ) -> Case:
     """Blocks in random order, and NaN in every slot and scale that no sequence owns."""
     rng, lengths = np.random.default_rng(0), LENGTHS
-    held = [-(-length // block_size) for length in lengths]
-    ids = rng.permutation(sum(held)) + 1
-    tables = np.full((len(lengths), max(held)), -1, np.int32)  # never followed past a sequence's end
-    owned = np.zeros((sum(held) + 1, block_size), bool)
-    for row, count, end, length in zip(tables, held, np.cumsum(held), lengths, strict=True):
-        row[:count] = ids[end - count : end]
-        for i, block_id in enumerate(row[:count]):
-            owned[block_id, : length - i * block_size] = True
+    tables, owned = _blocks(rng, lengths, block_size)
 
     def cache() -> jax.Array:
         values = rng.normal(size=(*owned.shape, kv_heads, head_dim)).astype(np.float32)
@@ -113,6 +106,19 @@ def make_case(
     if with_plan:
         how["plan"] = make_plan(arrays[-1], num_kv_heads=kv_heads, q_len=q_len)
     return Case(arrays, options, how, value_dim)
+
+
+def _blocks(rng: np.random.Generator, lengths: tuple[int, ...], block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Block tables, int32 [seqs, max_blocks], and the slots that a sequence owns, bool [blocks, block_size]."""
+    held = [-(-length // block_size) for length in lengths]
+    ids = rng.permutation(sum(held)) + 1
+    tables = np.full((len(lengths), max(held)), -1, np.int32)  # never followed past a sequence's end
+    owned = np.zeros((sum(held) + 1, block_size), bool)
+    for row, count, end, length in zip(tables, held, np.cumsum(held), lengths, strict=True):
+        row[:count] = ids[end - count : end]
+        for i, block_id in enumerate(row[:count]):
+            owned[block_id, : length - i * block_size] = True
+    return tables, owned
 
 
 def worst_error(case: Case, attend: Callable[..., tuple[jax.Array, jax.Array]]) -> float:

@@ -13,10 +13,20 @@ def shape(*sizes, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def arrays(*, seqs=8, q_len=None, heads=32, kv_heads=8, head_dim=128, max_blocks=128, cache_dtype=jnp.bfloat16):
+def arrays(
+    *,
+    seqs=8,
+    q_len=None,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    block_size=16,
+    max_blocks=128,
+    cache_dtype=jnp.bfloat16,
+):
     """8 sequences in tables for 2048 tokens, in a pool that just fills them."""
     rows = (seqs,) if q_len is None else (seqs, q_len)
-    pool = shape(seqs * max_blocks, 16, kv_heads, head_dim, dtype=cache_dtype)
+    pool = shape(seqs * max_blocks, block_size, kv_heads, head_dim, dtype=cache_dtype)
     sizes = shape(seqs, max_blocks, dtype=jnp.int32), shape(seqs, dtype=jnp.int32)
     return shape(*rows, heads, head_dim), pool, pool, *sizes
 
@@ -46,6 +56,15 @@ def arrays(*, seqs=8, q_len=None, heads=32, kv_heads=8, head_dim=128, max_blocks
         ("H100", dict(heads=128, kv_heads=1), {}, "paged_prefill", 2),  # more heads than the decode kernel takes
         ("H100", dict(q_len=1024), {}, "paged_prefill", 1),
         ("H100", dict(seqs=1, q_len=256, max_blocks=512), {}, "paged_prefill", 2),
+        ("H100", dict(seqs=1, q_len=9, max_blocks=512), {}, "paged_prefill", 11),  # 36 rows
+        ("H100", dict(seqs=1, q_len=8, max_blocks=512), {}, "paged_decode", 16),
+        ("H100", dict(seqs=8, q_len=8192, max_blocks=512), {}, "paged_prefill", 1),
+        ("H100", dict(seqs=1, q_len=65535, heads=64, kv_heads=1, max_blocks=512), {}, "paged_prefill", 1),
+        ("H100", dict(q_len=1024, cache_dtype=jnp.float8_e4m3fn), {}, "paged_prefill", 1),
+        ("H100", dict(q_len=1024, cache_dtype=jnp.float8_e4m3fn, head_dim=256), {}, "paged_decode", 1),
+        # A wide table cuts no prompt into partitions: the partials of many runs would take gigabytes.
+        ("H100", dict(q_len=256, head_dim=120, max_blocks=64), {}, "paged_decode", 1),
+        ("H100", dict(q_len=256, head_dim=120, max_blocks=8192), {}, "paged_decode", 1),
         ("H100", {}, dict(implementation="xla"), None, None),
         ("A100", {}, {}, "paged_decode", 3),
         ("A100", dict(q_len=16), {}, "portable_prefill", 1),
@@ -80,7 +99,11 @@ def test_kernels(gpu, shapes, options, kernel, num_partitions):
     ("shapes", "options", "reason"),
     [
         (dict(cache_dtype=jnp.float32), {}, "a cache in q's dtype, .* got cache_dtype=float32, q_dtype=bfloat16"),
+        (dict(cache_dtype=jnp.float16), {}, "got cache_dtype=float16"),
         (dict(head_dim=100), {}, "got head_dim=100"),
+        (dict(head_dim=136, cache_dtype=jnp.int8), dict(k_scale=1.0, v_scale=1.0), "got head_dim=136"),
+        (dict(block_size=24), {}, "got block_size=24"),
+        (dict(), dict(k_scale=1.0), "take k_scale and v_scale with 8-bit caches"),
         (dict(heads=65, kv_heads=1), dict(num_partitions=2), "up to 64 rows .* got q_len=1, group=65"),
         (dict(q_len=8), dict(tree_mask=shape(8, 8, 1, dtype=jnp.uint32), sliding_window=9), "without sliding_window"),
     ],

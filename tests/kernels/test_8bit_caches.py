@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.debug import explain
 from pallas_kernels.common import widen
 from pallas_kernels.decode import logits
 from tests.cases import OPTIONS, make_case, within_budget
@@ -127,16 +126,6 @@ def test_nan_in_a_slot_in_use_shows():
     case = case_8bit(lengths=(70,), cache_dtype=E4M3, scale_shape="head")
     out, _ = attend(case.replace(lengths=case.lengths + 1))
     assert np.isnan(np.asarray(out, np.float32)).any()
-
-
-@pytest.mark.parametrize(
-    ("shape", "reason"), [({}, ""), (dict(head_dim=136), "head_dim=136"), (dict(dtype=jnp.float32), "float32")]
-)
-def test_taken_by_default(shape, reason):
-    case = case_8bit(**shape)
-    explanation = explain(*case.arrays, **case.options, gpu="H100")
-    assert (explanation.kernel is None) == bool(reason)
-    assert reason in explanation.reason
 
 
 def test_orders():

@@ -143,18 +143,6 @@ def shapes(*, seqs, q_len, heads, kv_heads, max_blocks=512, head_dim=128, cache_
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [
-        dict(seqs=1, q_len=17, heads=32, kv_heads=8),
-        dict(seqs=8, q_len=8192, heads=32, kv_heads=8),
-        dict(seqs=1, q_len=65535, heads=64, kv_heads=1),
-    ],
-)
-def test_prompts_are_taken_by_default(shape):
-    assert explain(*shapes(**shape), gpu="H100").implementation == "mosaic_gpu"
-
-
-@pytest.mark.parametrize(
     ("shape", "quoted"),
     [
         (dict(seqs=1, q_len=65536, heads=64, kv_heads=1, head_dim=120), "group=64: 65536 runs of 1"),
@@ -168,30 +156,6 @@ def test_more_runs_than_a_launch_takes_go_to_xla(shape, quoted):
     explanation = explain(*shapes(**shape), gpu="H100")
     assert explanation.implementation == "xla"
     assert quoted in explanation.reason
-
-
-@pytest.mark.parametrize("max_blocks", [64, 512, 8192])
-def test_a_wide_table_cuts_no_prompt_into_partitions(max_blocks):
-    """The partials of many runs would take gigabytes."""
-    arrays = shapes(seqs=8, q_len=256, heads=32, kv_heads=8, max_blocks=max_blocks, head_dim=120)
-    assert explain(*arrays, gpu="H100").num_partitions == 1
-
-
-@pytest.mark.parametrize(
-    ("shape", "taken"),
-    [
-        (dict(seqs=8, q_len=1024), True),
-        (dict(seqs=1, q_len=9), True),  # 36 rows
-        (dict(seqs=1, q_len=8), False),
-        (dict(seqs=64, q_len=16), True),
-        (dict(seqs=8, q_len=1024, head_dim=120), False),
-        (dict(seqs=8, q_len=1024, cache_dtype=jnp.float8_e4m3fn), True),
-        (dict(seqs=8, q_len=1024, cache_dtype=jnp.float8_e4m3fn, head_dim=256), False),
-    ],
-)
-def test_what_the_prefill_kernel_takes(shape, taken):
-    explanation = explain(*shapes(heads=32, kv_heads=8, **shape), gpu="H100")
-    assert (explanation.kernel == "paged_prefill") == taken
 
 
 @pytest.mark.parametrize(("max_blocks", "partitions", "num_parts"), [(32, 1, 2), (528, "plan", 8), (8192, "plan", 8)])

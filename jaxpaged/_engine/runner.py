@@ -100,7 +100,7 @@ class Runner:
             steps_per_slice=options.steps_per_slice,
             num_blocks=num_blocks,
             num_free_blocks=num_blocks,
-            num_steps_by_kind={kind.name: 0 for kind in self.kinds},
+            steps_by_kind={kind.name: 0 for kind in self.kinds},
         )
 
     @property

@@ -60,7 +60,7 @@ def engine():
         return create_engine(vocab_size=VOCAB, num_adapters=3, max_logprobs=4, batch_invariant=True)
 
 
-ANY, TOO_LONG = SamplingParams(), "more than the engine's max_model_len=48"
+ANY, TOO_LONG = SamplingParams(), "exceed the engine's max_model_len=48"
 BEYOND = f"token ids must be below the engine's vocab_size={VOCAB}; got {VOCAB}"
 REQUESTS = (
     (r"a prompt must be a list of at least one token id; got \[\]", "generate", ([[]], ANY)),
@@ -70,7 +70,7 @@ REQUESTS = (
     (BEYOND, "generate", ([[1], [2, VOCAB]], ANY)),
     (BEYOND, "score", ([[1, VOCAB]], [[2]])),
     (BEYOND, "score", ([[1]], [[2, VOCAB]])),
-    (f"40 tokens and 9 new ones are {TOO_LONG}", "add_request", ([1] * 40, SamplingParams(max_tokens=9))),
+    (f"40 tokens and 9 new ones {TOO_LONG}", "add_request", ([1] * 40, SamplingParams(max_tokens=9))),
     (r"each prompt or for all; got len\(prompts\)=2, len\(each\)=3", "generate", ([[1], [2]], [ANY] * 3)),
     ("params must be SamplingParams; got None", "generate", ([[1]], None)),
     (r"params must be SamplingParams; got {'max_tokens': 3}", "add_request", ([1], dict(max_tokens=3))),
@@ -128,9 +128,9 @@ def deleted_weights():
 
 MODULE = {"layers": [random_weights(), abs], "scale": 0.5}
 WEIGHTS = {
-    r"like those before; .*\['head'\] was float32\[32, 48\] and is float32\[3\]": {"head": jnp.ones(3)},
-    "like those before; .*was float32.* and is bfloat16": {"head": jnp.ones((32, 48), jnp.bfloat16)},
-    r"like those before; .*\['bias'\] was not there and is float32\[3\]": {"bias": jnp.ones(3)},
+    r"dtypes of the old ones; .*\['head'\] was float32\[32, 48\] and is float32\[3\]": {"head": jnp.ones(3)},
+    "dtypes of the old ones; .*was float32.* and is bfloat16": {"head": jnp.ones((32, 48), jnp.bfloat16)},
+    r"dtypes of the old ones; .*\['bias'\] was not there and is float32\[3\]": {"bias": jnp.ones(3)},
 }
 
 

@@ -197,6 +197,20 @@ def test_other_weights_give_other_tokens_and_old_ones_the_old(load):
             engine.update_weights(weights)
 
 
+def test_weights_of_flax_say_what_to_pass_instead_of_the_module():
+    class Weights(nnx.Module):
+        def __init__(self):
+            for name, value in random_weights().items():
+                setattr(self, name, nnx.Param(value))
+
+    module = Weights()
+    with toy_model.not_compiled():
+        engine = toy_model.create_engine(weights=nnx.state(module))
+    with pytest.raises(ValueError, match=r"it was a State and is a Weights: pass nnx\.state\(model\)"):
+        engine.update_weights(module)
+    engine.update_weights(nnx.state(module))
+
+
 def test_a_slice_that_fails_loses_nothing(load):
     prompts, params, expected = load
     engine = shared_engine(16)
@@ -690,6 +704,29 @@ def test_a_model_that_cannot_be_served_is_refused():
     def of_two(weights, tokens, positions, caches, step):
         caches = iter([caches])
         return toy_model.apply(weights, tokens, positions, next(caches) and next(caches), step)
+
+    def under(transform, *, returns_cache):
+        def model(weights, tokens, positions, cache, step):
+            kept = []
+
+            def layer(tokens):
+                new_cache, x = toy_model.apply(weights, tokens, positions, cache, step)
+                kept.append((new_cache, x))
+                return x
+
+            x = transform(layer)(tokens)
+            return (kept[0][0], x) if returns_cache else (cache, kept[0][1])
+
+        return model
+
+    def scan(layer):
+        return lambda tokens: jax.lax.map(layer, tokens[None])[0]
+
+    for transform in (jax.remat, jax.jit, scan, nnx.remat):
+        for returns_cache in (True, False):
+            name = r"caches\.k" if returns_cache else "hidden"
+            with pytest.raises(ValueError, match=f"apply returned {name} from inside a function that it gave to remat"):
+                toy_model.create_engine(model=under(transform, returns_cache=returns_cache))
 
     for wrong in (written_twice, without_its_result):
         with pytest.raises(ValueError, match=r"two layers write .* in one step"):

@@ -81,5 +81,16 @@ def check_written(caches: Any, new_caches: Any) -> None:
             )
 
 
+def check_same_trace(name: str, tree: Any, tokens: jax.Array) -> None:
+    """Raises `ValueError` if `apply` returned a value of a finished trace. JAX notices only when the program runs."""
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if _trace(leaf) is not None and _trace(leaf) is not _trace(tokens):
+            raise ValueError(
+                f"apply returned {name}{jax.tree_util.keystr(path)} from inside a function that it gave to remat, jit, "
+                "scan or cond, which does not return it. Return it from that function. A cache that the function "
+                "writes must also be its argument."
+            )
+
+
 def _trace(x: Any) -> Any:
     return getattr(x, "_trace", None)  # JAX has no public name for it

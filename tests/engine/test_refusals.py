@@ -4,8 +4,10 @@ import collections
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from jaxpaged import SamplingParams, generate
 from tests import toy_model
@@ -140,6 +142,20 @@ def test_weights_unlike_those_before_are_refused(engine, message):
         engine.update_weights(random_weights() | WEIGHTS[message])
 
 
+def test_weights_of_flax_say_what_to_pass_instead_of_the_module():
+    class Weights(nnx.Module):
+        def __init__(self):
+            for name, value in random_weights().items():
+                setattr(self, name, nnx.Param(value))
+
+    module = Weights()
+    with toy_model.not_compiled():
+        engine = create_engine(weights=nnx.state(module))
+    with pytest.raises(ValueError, match=r"it was a State and is a Weights: pass nnx\.state\(model\)"):
+        engine.update_weights(module)
+    engine.update_weights(nnx.state(module))
+
+
 def test_weights_that_cannot_be_are_refused(engine):
     for message, weights in (
         ("it was a dict and is a OrderedDict", collections.OrderedDict(random_weights())),
@@ -253,3 +269,24 @@ def test_models_that_misuse_their_caches_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             create_engine(model=model)
+
+
+def map_once(layer):
+    return lambda tokens: jax.lax.map(layer, tokens[None])[0]
+
+
+@pytest.mark.parametrize("transform", [jax.remat, jax.jit, map_once, nnx.remat])
+@pytest.mark.parametrize("name", ["caches.k", "hidden"])
+def test_values_that_leave_a_transformation_by_a_closure_are_refused(transform, name):
+    def model(weights, tokens, positions, cache, step):
+        kept = []
+
+        def layer(tokens):
+            kept.append(toy_model.apply(weights, tokens, positions, cache, step))
+            return kept[0][1]
+
+        hidden = transform(layer)(tokens)
+        return (kept[0][0], hidden) if name == "caches.k" else (cache, kept[0][1])
+
+    with pytest.raises(ValueError, match=f"apply returned {name} from inside a function that it gave to remat"):
+        create_engine(model=model)

@@ -84,7 +84,7 @@ def explain(
         paged_decode
         >>> wide = jax.ShapeDtypeStruct(pool.shape, jnp.float32)
         >>> print(jaxpaged.debug.explain(q, wide, wide, tables, lengths, gpu="H100"))
-        xla: the decode kernel takes a cache in q's dtype, in float8_e4m3fn, float8_e5m2 or int8; got \
+        xla: the decode kernel supports a cache in q's dtype, in float8_e4m3fn, float8_e5m2 or int8; got \
 cache_dtype=float32, q_dtype=bfloat16.
     """
     on = None if gpu is None else _device.named(gpu)

@@ -208,13 +208,13 @@ class Call:
         options = self.options
         if self.k_cache.dtype.itemsize > 1 and (options.k_scale is not None or options.v_scale is not None):
             yield (
-                "the Mosaic GPU kernels take k_scale and v_scale with 8-bit caches; "
+                "the Mosaic GPU kernels support k_scale and v_scale with 8-bit caches only; "
                 f'got k_cache.dtype={self.k_cache.dtype!s}. Pass implementation="xla".'
             )
         # Both depend on a token's depth in the tree; the kernels know only its index.
         if self.tree_mask is not None and (options.sliding_window is not None or options.alibi_slopes is not None):
             yield (
-                "the Mosaic GPU kernels take a tree_mask without sliding_window and alibi_slopes. "
+                "the Mosaic GPU kernels do not support a tree_mask with sliding_window or alibi_slopes. "
                 'Pass implementation="xla".'
             )
 

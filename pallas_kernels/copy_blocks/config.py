@@ -42,11 +42,11 @@ def limits(copies: Copies, gpu: Gpu, _: Hints) -> Iterator[str]:
     (num_layers, num_blocks, *block), itemsize = first.shape, first.dtype.itemsize
     numbers = math.prod(block)
     if not is_hopper(gpu) or copies.pairs.shape[0] == 0 or any(pool.shape != first.shape for pool in others):
-        yield "the kernel that copies blocks takes one pair at least, and pools of one shape, on Hopper."
+        yield "the kernel that copies blocks needs Hopper, at least one pair, and pools of one shape."
     if itemsize not in (1, 2, 4) or numbers % 16 or first.size == 0:
-        yield "the kernel that copies blocks takes blocks of a multiple of 16 numbers, of 1, 2 or 4 bytes each."
+        yield "the kernel that copies blocks needs blocks of a multiple of 16 numbers, of 1, 2 or 4 bytes each."
     if num_layers * num_blocks * (numbers // largest_tile(numbers, itemsize)[0]) >= 2**31:
-        yield "the kernel that copies blocks takes fewer than 2^31 rows."
+        yield "the kernel that copies blocks supports fewer than 2^31 rows."
 
 
 def configure(copies: Copies, gpu: Gpu, _: Hints) -> Config:

@@ -59,14 +59,14 @@ def limits(call: Call, gpu: Gpu, hints: Hints) -> Iterator[str]:
     yield from shape_limits(call.shapes(run), gpu.compute_capability)
     if call.tree_mask is not None and run != call.tokens_per_seq:
         yield (
-            f"the decode kernel takes a tree_mask of up to {MOST_ROWS} rows (q_len * heads / kv_heads), on a latent "
+            f"the decode kernel supports a tree_mask of up to {MOST_ROWS} rows (q_len * heads / kv_heads), on a latent "
             f'fewer; got q={list(call.q.shape)}, kv_heads={call.kv_heads}. Pass implementation="xla".'
         )
     num_runs = call.num_runs(run)
     if num_runs > MOST_SEQS:
         seqs, q_len, group = call.lengths.shape[0], call.tokens_per_seq, call.group
         yield (
-            f"the decode kernel takes up to {MOST_SEQS} runs of query tokens in a call; got {seqs=}, "
+            f"the decode kernel supports up to {MOST_SEQS} runs of query tokens in a call; got {seqs=}, "
             f"{q_len=}, {group=}: {num_runs} runs of {run}. Pass fewer sequences or query tokens at a time."
         )
 
@@ -77,15 +77,15 @@ def shape_limits(shapes: Shapes, compute_capability: float) -> Iterator[str]:
         yield f"the decode kernel needs compute capability 8.0 (Ampere) or higher; got {compute_capability=}."
     q_dtype, cache_dtype = shapes.q_dtype, shapes.cache_dtype
     if q_dtype not in DTYPES_16BIT:
-        yield f"the decode kernel takes q in bfloat16 or float16; got {q_dtype=!s}."
+        yield f"the decode kernel supports q in bfloat16 or float16; got {q_dtype=!s}."
     if cache_dtype != q_dtype and not shapes.is_8bit:
         yield (
-            "the decode kernel takes a cache in q's dtype, in float8_e4m3fn, float8_e5m2 or int8; "
+            "the decode kernel supports a cache in q's dtype, in float8_e4m3fn, float8_e5m2 or int8; "
             f"got {cache_dtype=!s}, {q_dtype=!s}."
         )
     if cache_dtype == jnp.float8_e4m3fn and compute_capability < 8.9:
         yield (
-            "the decode kernel takes float8_e4m3fn from compute capability 8.9 on, float8_e5m2 and int8 "
+            "the decode kernel supports float8_e4m3fn from compute capability 8.9 on, float8_e5m2 and int8 "
             f"from 8.0; got {compute_capability=}."
         )
     multiple = 16 // shapes.itemsize  # 16 bytes, one asynchronous copy
@@ -93,15 +93,15 @@ def shape_limits(shapes: Shapes, compute_capability: float) -> Iterator[str]:
     head_dim, value_dim, block_size = shapes.head_dim, shapes.value_dim, shapes.block_size
     if any(width > most or width % multiple for width in shapes.widths):
         yield (
-            f"the decode kernel takes a head_dim that is a multiple of 8 up to {most}, of an 8-bit cache of 16; "
+            f"the decode kernel supports a head_dim up to {most} that is a multiple of 8, of 16 with an 8-bit cache; "
             f"got {head_dim=}, {value_dim=}, {cache_dtype=!s}."
         )
     if not divides_tiles(block_size):
-        yield f"the decode kernel takes block sizes 8, 16, 32, or multiples of 64; got {block_size=}."
+        yield f"the decode kernel supports block sizes 8, 16, 32, or multiples of 64; got {block_size=}."
     shapes = of_program(shapes, compute_capability)
     q_len, group = shapes.q_len, shapes.group
     if q_len * group > MOST_ROWS:
-        yield f"the decode kernel takes up to {MOST_ROWS} rows (q_len * group) a KV head; got {q_len=}, {group=}."
+        yield f"the decode kernel supports up to {MOST_ROWS} rows (q_len * group) per KV head; got {q_len=}, {group=}."
     needed, room = smem_bytes(shapes, 1), program_smem(compute_capability)
     if needed > room:
         yield (

@@ -41,10 +41,10 @@ def limits(call: Call, gpu: Gpu, hints: Hints) -> Iterator[str]:
         and shapes.q_len * shapes.group % HEADS == 0
         and call.num_runs(run) <= MOST_SEQS
     ):
-        yield "the kernel for latents of many heads takes 16-bit latents of 64 heads, 128 and so on, on Hopper."
+        yield "the kernel for latents of many heads needs Hopper, 16-bit latents, and a multiple of 64 heads."
     others = (getattr(call.options, field.name) for field in dataclasses.fields(call.options) if field.name != "scale")
     if call.tree_mask is not None or any(option is not None for option in others):
-        yield "the kernel for latents of many heads takes no option but a scale."
+        yield "the kernel for latents of many heads supports no option except scale."
 
 
 def configure(call: Call, gpu: Gpu, hints: Hints) -> Config:

@@ -61,7 +61,7 @@ def limits(call: Call, gpu: Gpu, hints: Hints) -> Iterator[str]:
         yield "the prefill kernel needs compute capability 9.0."
     yield from limits_of_prompts(call, hints)
     if call.shapes().is_8bit and call.head_dim not in (*range(32, 129, 16), 192):
-        yield "the prefill kernel takes an 8-bit cache of head_dim 192, or a multiple of 16 up to 128."
+        yield "the prefill kernel supports 8-bit caches with a head_dim of 192, or a multiple of 16 up to 128."
 
 
 def limits_of_prompts(call: Call, hints: Hints) -> Iterator[str]:
@@ -70,9 +70,9 @@ def limits_of_prompts(call: Call, hints: Hints) -> Iterator[str]:
     q_len, shapes = call.tokens_per_seq, call.shapes()
     # The decode kernel computes single tokens with all heads that it has room for.
     if q_len is not None and q_len * call.group <= (MOST_ROWS if q_len == 1 else FEW_ROWS):
-        yield "the decode kernel is faster for few rows of a KV head."
+        yield "the decode kernel is faster for few rows per KV head."
     if call.tree_mask is not None or hints.num_partitions not in (None, 1) or call.follows_plan:
-        yield "a prefill kernel takes neither a tree_mask, a number of partitions nor a plan."
+        yield "a prefill kernel supports no tree_mask, no plan and no num_partitions above 1."
     if not (
         shapes.head_dim in range(32, 257, 16)
         and shapes.widths == (shapes.head_dim, shapes.head_dim)
@@ -80,7 +80,7 @@ def limits_of_prompts(call: Call, hints: Hints) -> Iterator[str]:
         and shapes.q_dtype in DTYPES_16BIT
         and (shapes.cache_dtype == shapes.q_dtype or shapes.is_8bit)
     ):
-        yield "a prefill kernel takes head_dim 32 to 256 in steps of 16, blocks of 8 to 256, and 16-bit queries."
+        yield "a prefill kernel supports head_dim 32 to 256 in steps of 16, blocks of 8 to 256, and 16-bit queries."
 
 
 def configure(call: Call, gpu: Gpu, hints: Hints) -> Config:

@@ -126,7 +126,7 @@ def test_a_mask_from_parents():
     assert two[1, :, 0].tolist() == [2 ** (i + 1) - 1 for i in range(NODES)]
     with pytest.raises(ValueError, match=r"parents must be int32 \[\.\.\., n\]; got float32 \[2\]"):
         tree_mask(jnp.zeros(2))
-    with pytest.raises(ValueError, match=r"stands before its token; got parent 2 of token \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"must be before its token; got parent 2 of token \[1, 2\]"):
         tree_mask(jnp.asarray([[-1, 0, 1], [-1, 0, 2]]))
 
 

@@ -1,4 +1,4 @@
-"""Interpret mode: kernels on a CPU. A function that needs a GPU names a replacement for it."""
+"""Interpret mode: kernels on a CPU. A function that needs a GPU names a replacement for interpret mode."""
 
 import contextlib
 import contextvars

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
-# Replaces -inf in the running maximum: LOWEST - LOWEST is 0, but -inf + inf is NaN.
+# Replaces -inf in the running maximum: LOWEST - LOWEST is 0, but the difference of two infinities is NaN.
 LOWEST = -1e30
 # [m, rows] or [rows, n], see `Orientation`. The first axis, a multiple of 64, is distributed over the warps.
 ROWS = plgpu.Layout.WGMMA

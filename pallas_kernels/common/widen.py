@@ -12,8 +12,8 @@ So Q is permuted to the order of K once, before the first tile, and O back from 
 
 float16 represents every float8_e4m3fn, float8_e5m2 and int8 exactly, with subnormals, infinities and NaN, but not every
 bfloat16. Each row of a bfloat16 Q is divided by a power of two that brings its largest number between 1 and 2, and its
-logits are multiplied by that power. Numbers below 2^-14 of the largest then lose bits, and numbers below 2^-24 become
-zero. Softmax weights up to 2^HEADROOM use float16's whole range: down to 2^-29 of the largest, the relative error of a
+logits are multiplied by that power. Numbers below 2^-14 of the largest then lose bits, those below 2^-24 all of them.
+Softmax weights up to 2^HEADROOM use float16's whole range: down to 2^-29 of the largest, the relative error of a
 weight is at most 2^-11; in bfloat16 it would be 2^-9.
 
 The prefill kernel widens K and V in SMEM and uses only the conversions of this module.
@@ -156,8 +156,8 @@ def _widen(words: jax.Array, dtype: Any, left: Any, *, transposed: bool) -> jax.
 
 
 def halves(register: ir.Value, dtype: Any, transposed: bool) -> list[ir.Value]:
-    """Widens bytes 0 to 3 of a register to two registers of two float16: 0, 1 and 2, 3; if `transposed`, 0, 2 and 1,
-    3."""
+    """Widens the four bytes of a register to two registers of two float16: 0, 1 and 2, 3, or `transposed` 0, 2 and
+    1, 3."""
     i32 = integer()
     pairs = ((0, 2), (1, 3)) if transposed else ((0, 1), (2, 3))
     narrow = utils.bitcast(register, i32)

@@ -136,8 +136,7 @@ def _move(
 
 
 def launch(copies: Copies, config: Config) -> tuple[jax.Array, ...]:
-    """Returns the new pools, in place if XLA may overwrite the old ones. Ids must be legal and destinations
-    distinct."""
+    """Returns the new pools, in place if XLA may overwrite the old ones. Ids must be legal, destinations distinct."""
     pools, pairs, counts = copies
     num_layers, num_blocks = pools[0].shape[:2]
     num_pairs, dtype = pairs.shape[0], pools[0].dtype

@@ -3,7 +3,7 @@
     x_t = cap(scale q . k_t) - slope (n - t),    out = sum_t exp(x_t - lse) v_t
     lse = log(sum_t exp(x_t) + exp(sink))
 
-The query tokens are packed: each sequence has any number of them, and they follow the previous sequence directly. An
+The query tokens are packed: each sequence has any number of them, and one sequence directly follows another. An
 item is a run of `item_tokens` tokens of one sequence with some query heads of one KV head, up to 128 rows: row r is
 head r // item_tokens, token r % item_tokens. A work list, made on the device, holds the items, the longest first. Each
 SM runs one program, which computes its share of the items with three warpgroups:

@@ -56,7 +56,7 @@ def test_calls_that_name_no_implementation_go_by_its_result(monkeypatch, tmp_pat
 def test_help(capsys):
     with pytest.raises(SystemExit, match="0"):
         selftest.main(["--help"])
-    assert "checks what XLA computes" in capsys.readouterr().out
+    assert "usage: python -m jaxpaged.selftest" in capsys.readouterr().out
 
 
 def test_cases():

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -35,7 +34,6 @@ from lib.llama_config import Clipped
 from lib.mlp import Experts
 from tests import toy_model
 from tests.compiled import instructions
-from tests.engine.test_sampling import parameters
 from tests.kernels import resources
 from tests.kernels.lowering import mosaic_for
 
@@ -128,7 +126,7 @@ def latents():
 
 def sampling():
     _device.is_gpu = lambda: True
-    params, positions = parameters(0, 0, 0, 0, np.zeros(ROWS)), jnp.zeros(ROWS, jnp.int32)
+    params, positions = Sampling.create(ROWS), jnp.zeros(ROWS, jnp.int32)
     return compiled(sample, jnp.zeros((ROWS, 1000), jnp.bfloat16), params, positions, jnp.bool_(False))
 
 

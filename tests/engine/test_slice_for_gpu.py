@@ -27,6 +27,7 @@ from jaxpaged import (
     rotary_frequencies,
 )
 from jaxpaged._engine.defaults import COMPILER_OPTIONS
+from jaxpaged._scheduler.records import Sampling
 from jaxpaged._slice.model import Setup, apply_model
 from jaxpaged._slice.run_slice import run_slice
 from jaxpaged._slice.sampling import sample

@@ -41,8 +41,8 @@ def hidden(model: Any, tokens: Any, positions: Any, caches: Any, step: Any) -> t
 
 
 def paged(model: Any) -> tuple[Any, Any]:
-    """The model without its head, and the head, for `jaxpaged.generate` and `jaxpaged.Engine`. Both take the variables
-    of `model.init`."""
+    """The model without its head, and the head, for `jaxpaged.generate` and `jaxpaged.Engine`. Both accept the
+    variables of `model.init`."""
     apply = jaxpaged.linen.replace(_modules.Attention, attention)(nn.apply(hidden, model))
     return apply, nn.apply(lambda model, x: model.embedder.decode(x), model)
 

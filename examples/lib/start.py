@@ -22,7 +22,7 @@ from lib.sampling import Sampling
 from lib.tensor_parallel import create_on, replicate
 
 MOST_CACHE_BYTES = 64e9  # a larger pool is probably a mistake
-Granularity = Literal["token_head", "head", "tensor"]  # of a quantised cache's scales
+Granularity = Literal["token_head", "head", "tensor"]  # scales of a quantised cache
 
 
 class PoolError(ValueError):

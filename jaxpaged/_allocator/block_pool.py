@@ -168,7 +168,7 @@ class BlockPool:
 
     @one_program()
     def num_holders(self) -> jax.Array:
-        """Holders of each block, int32 `[blocks]`; 0 for free blocks and the null block. Costs as much as `is_free`."""
+        """Holders of each block, int32 `[blocks]`; 0 for free blocks and the null block. As slow as `is_free`."""
         return jnp.where(self.is_free(), 0, 1 + self.extra_holders).at[0].set(0)
 
     def _ring(self, indices: jax.Array) -> jax.Array:

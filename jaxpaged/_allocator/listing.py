@@ -219,7 +219,7 @@ def _claim_buckets(
 
     Returns:
         table: the table, with a negative number in each bucket that was assigned.
-        firsts: int32 `[seqs, columns]`: the entry (`row * columns + column`) that got the bucket. It stands for all
+        firsts: int32 `[seqs, columns]`: the entry (`row * columns + column`) that got the bucket. It represents all
             entries with the same tag and salt. -1: no bucket was free.
         homes: int32 `[seqs, columns]`: that bucket.
     """

@@ -51,7 +51,7 @@ def find(
     differs = (tables != tables[before]) | (jnp.arange(max_blocks, dtype=jnp.int32)[None] >= most[:, None])
     shared = jnp.where(differs.any(axis=1), jnp.argmax(differs, axis=1).astype(jnp.int32), max_blocks)
 
-    # 2. For every number of blocks in `shared`: the run of neighbours around each sequence that share so many blocks.
+    # 2. For each number n in `shared`: the run of neighbours around each sequence that share at least n blocks.
     # If m sequences share n blocks, each skips reading n - n / m.
     begins = ~is_empty[:, None] & (shared[:, None] < shared[None])  # [seqs, levels]
     first = lax.cummax(jnp.where(begins, seqs[:, None], 0), axis=0)

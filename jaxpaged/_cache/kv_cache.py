@@ -86,7 +86,7 @@ class KVCache:
                 KV head, 4 bytes each, which `write_kv` computes and stores. "head" or "tensor": one scale per KV head,
                 or one for all; the caller calibrates them with `jaxpaged.ops.kv_scale`, and `write_kv` clips larger
                 numbers.
-            k_scale: scales of the keys. With "tensor" f32 `[]` or `[layers]`, with "head" f32 `[kv_heads]` or
+            k_scale: scales of the keys, only with "tensor", f32 `[]` or `[layers]`, or "head", f32 `[kv_heads]` or
                 `[layers, kv_heads]`. None: 1 for a float8 cache; an int8 cache needs it.
             v_scale: scales of the values, as k_scale. Leave it out for a latent cache.
 

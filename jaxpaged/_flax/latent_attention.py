@@ -46,7 +46,7 @@ class LatentSettings:
         norm_epsilon: epsilon of the RMS norms of the latent vector and of the compressed q.
         scale: factor of the logits. None: `(qk_nope_head_dim + qk_rope_head_dim) ** -0.5`. If the model's
             `rope_scaling` has `mscale_all_dim`, multiply by `(0.1 * mscale_all_dim * log(factor) + 1) ** 2`.
-        use_bias: whether the first projections of x and the output projection have a bias.
+        use_bias: whether `q_a_proj`, `kv_a_proj_with_mqa` and `o_proj` have a bias.
         sliding_window: tokens that each query sees, itself included. None: all.
         num_partitions: partitions of each sequence. None: chosen automatically. A number turns `expanded_from` off.
         expanded_from: average number of new tokens per sequence from which a call uses per-head keys and values. The

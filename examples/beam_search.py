@@ -1,14 +1,13 @@
-"""Beam search: the continuations of each prompt with the best probability for their length.
+"""Beam search over a paged cache: finds the most probable completions of each prompt, inside one `jax.jit`.
 
     python examples/beam_search.py --width 4 --chat --prompt "Name the largest planet."
 
-Each step extends every beam of a prompt by one token and keeps the `width` best. A beam that ends in eos is complete
-and keeps its row; the search ends when all beams are complete. Their score is the summed log probability over
-`length ** length_penalty`.
+Each step extends every beam of a prompt by one token and keeps the `width` best. A beam that ends in an end-of-text
+token is complete and keeps its row. The search ends when all beams are complete, and ranks them by summed log
+probability divided by `length ** length_penalty`.
 
-Beams are rows of the allocator, and one `fork` reorders them: a beam may go on in several rows, in none, or stay in its
-own. Beams share full blocks; a partly filled last block is copied if two beams would write to it. The whole search is
-one `jax.jit`, with prefill, allocator and copies.
+Each beam is a row of the allocator. One `fork` per step reorders them: a beam may continue in several rows, in none, or
+in its own. Beams share full blocks, and a partly filled last block is copied only if two beams would write to it.
 """
 
 import argparse
@@ -30,13 +29,13 @@ from lib.llama_config import LlamaConfig
 from lib.prefill import Prompts, pad_prompts, write_prompts
 from lib.start import start
 
-# Beam j of prompt i is row `i * width + j` of a `Generation`. Their summed log probabilities are f32 [prompts, width];
-# -inf: there is no beam in this row. A beam that does not run is complete: it ended in eos or at its limit.
+# A `Generation`, and the summed log probability of each beam, f32 [prompts, width]; -inf: the row has no beam. Beam j
+# of prompt i is row `i * width + j`. A beam that is not running is complete: it ended in eos or at its limit.
 Beams = tuple[Generation, jax.Array]
 
 
 def choose(beams: Beams, i: jax.Array, logits: jax.Array, eos_ids: tuple[int, ...]) -> Beams:
-    """Puts the best continuations in the beams that are not complete; logits are f32 [prompts, width, vocab_size]."""
+    """Replaces the incomplete beams with their best continuations. `logits` is f32 [prompts, width, vocab_size]."""
     state, log_probabilities = beams
     num_prompts, width, vocab_size = logits.shape
     own = jnp.arange(width, dtype=jnp.int32)[None]
@@ -46,7 +45,7 @@ def choose(beams: Beams, i: jax.Array, logits: jax.Array, eos_ids: tuple[int, ..
     )
     complete = ~running & jnp.isfinite(log_probabilities)
 
-    # 1. The best go, best first, to the beams that are not complete.
+    # 1. The best candidates, in order, go to the rows without a complete beam.
     so_far = jnp.where(running, log_probabilities, -jnp.inf)[..., None]
     candidates = (so_far + jax.nn.log_softmax(logits, axis=-1)).reshape(num_prompts, -1)
     best, chosen = lax.top_k(candidates, width)
@@ -56,13 +55,13 @@ def choose(beams: Beams, i: jax.Array, logits: jax.Array, eos_ids: tuple[int, ..
     parent = jnp.where(continued, chosen // vocab_size, own)
     token = chosen % vocab_size
 
-    # 2. A beam copies its parent's tokens, ...
+    # 2. Each beam copies its parent's tokens.
     tokens = jnp.take_along_axis(tokens, parent[..., None], axis=1)
     is_new = continued[..., None] & (jnp.arange(tokens.shape[-1]) == i)[None, None]
     ended = jnp.isin(token, jnp.asarray(eos_ids, jnp.int32)) | (i + 1 >= limits)
     running = (continued & ~ended).ravel()
 
-    # 3. ... and its blocks, if it goes on.
+    # 3. Running beams share their parent's blocks.
     row_of_first = jnp.arange(num_prompts, dtype=jnp.int32)[:, None] * width
     parents = jnp.where(running, (row_of_first + parent).ravel(), -1)
     allocator, copies, ok = state.allocator.fork(parents, replace=True)
@@ -78,7 +77,7 @@ def choose(beams: Beams, i: jax.Array, logits: jax.Array, eos_ids: tuple[int, ..
 
 
 def drop(beams: Beams, refused: jax.Array) -> Beams:
-    """Frees the rows that hold no running beam; a beam that found no block, bool [prompts * width], is given up."""
+    """Drops refused beams, bool [prompts * width], which got no block, and frees all rows without a running beam."""
     state, log_probabilities = beams
     lost = (state.running & refused).reshape(log_probabilities.shape)
     running = state.running & ~refused
@@ -109,7 +108,7 @@ def search(
 
     firsts = jnp.arange(num_prompts, dtype=jnp.int32) * width
     caches, allocator, logits, ok = write_prompts(model, state.caches, state.allocator, prompts, seqs=firsts)
-    is_first = jnp.arange(width)[None] == 0  # each prompt begins with one beam
+    is_first = jnp.arange(width)[None] == 0  # each prompt starts with one beam
     log_probabilities = jnp.where(is_first & ok[:, None], 0.0, -jnp.inf)
     running = jnp.isfinite(log_probabilities).ravel()
     state = dataclasses.replace(state, caches=caches, allocator=allocator, running=running)
@@ -136,9 +135,9 @@ def beam_search(
     eos_ids: tuple[int, ...] = (),
     dtype: str = "float32",
 ) -> tuple[list[list[Hypothesis]], Generation]:
-    """Up to `width` hypotheses a prompt, the best first, and the final state.
+    """Returns up to `width` hypotheses per prompt, best first, and the final state.
 
-    Raises `PoolError` if the prompts do not fit."""
+    Raises `PoolError` if the prompts do not fit into the pool."""
     empty = start(
         config,
         [prompt for prompt in prompts for _ in range(width)],
@@ -147,7 +146,7 @@ def beam_search(
         num_blocks=None,
         dtype=dtype,
         seed=0,
-        # The beams of a prompt share its full blocks; a fork allocates a block for each before it frees the old ones.
+        # The beams of a prompt share its full blocks. A fork allocates a block per beam before it frees the old ones.
         num_saved_blocks=sum((width - 1) * (len(prompt) // block_size) - width for prompt in prompts),
     )
     state, log_probabilities = search(*nnx.split(model), empty, pad_prompts(prompts), eos_ids)

@@ -1,6 +1,7 @@
-"""The smallest decode loop on jaxpaged: allocate, write, attend, choose, stop, free, inside one `jax.jit`.
+"""A minimal decode loop: allocate, write, attend, select, stop and free, inside one `jax.jit`.
 
-One attention layer with random weights stands for a model. Copy the file and put your model in its place.
+The model is a single attention layer with random weights. Run `python examples/decode_loop.py`, then copy the file and
+replace `model` with your own.
 """
 
 import argparse
@@ -22,7 +23,7 @@ weights = {"embedding": embedding, "head": head, "q": q_proj, "k": k_proj, "v": 
 
 
 def model(weights, tokens, cache, step):
-    """tokens [seqs] -> the new cache, and logits [seqs, vocab]."""
+    """Computes one token of each sequence: tokens [seqs] -> the new cache, logits [seqs, vocab]."""
     x = weights["embedding"][tokens]
     q = (x @ weights["q"]).reshape(SEQS, HEADS, HEAD_DIM)
     k, v = ((x @ weights[name]).reshape(SEQS, KV_HEADS, HEAD_DIM) for name in ("k", "v"))
@@ -31,12 +32,12 @@ def model(weights, tokens, cache, step):
 
 
 def decode(weights, cache, allocator, tokens):
-    """From one token for each sequence to the generated tokens, int32 [seqs, MAX_NEW_TOKENS], -1 after the end."""
+    """Generates from one token per sequence. Returns int32 [seqs, MAX_NEW_TOKENS], -1 after a sequence's end."""
 
     def one_step(carry):
         i, cache, allocator, last, running, generated = carry
         allocator, slots, ok = allocator.append(running)
-        running &= ok  # out of blocks: that sequence ends, the others go on
+        running &= ok  # a sequence that gets no block ends; the others continue
         cache, logits = model(weights, last, cache, AttentionStep.create(allocator, slots))
         token = logits.argmax(axis=-1).astype(jnp.int32)
         generated = generated.at[:, i].set(jnp.where(running, token, -1))

@@ -1,10 +1,10 @@
-"""An unedited Linen model, Google DeepMind's Gemma 3, decoded through a paged cache.
+"""Runs an unmodified Flax Linen model, Google DeepMind's Gemma 3, with a paged cache.
 
     pip install gemma
     python examples/gemma_linen.py
 
-`hidden` runs the model's own parts without its head, and `attention` replaces its attention: windows in most layers,
-norms on q and k, two rotary bases. The model is small and its weights are random; load real ones with `gemma.gm.ckpts`.
+`attention` replaces the model's attention (sliding windows, norms of q and k, two rotary bases), and `hidden` runs the
+model without its head. The model here is small, with random weights; `gemma.gm.ckpts` loads real ones.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ LOCAL, GLOBAL = _modules.AttentionType.LOCAL_SLIDING, _modules.AttentionType.GLO
 
 
 def attention(a: Any, x: Any, positions: Any, cache: Any, step: Any) -> tuple[Any, Any]:
-    """The model passes its mask down to here, where the step replaces it."""
+    """Replaces `Attention.__call__`. `hidden` passes the step in place of the attention mask."""
     q, (k, v) = a.q_einsum("BTD,NDH->BTNH", x), a.kv_einsum("BSD,CKDH->CBSKH", x)
     rope = dict(base_frequency=a.rope_base_frequency, scale_factor=a.rope_scale_factor)
     q, k = apply_rope(a._query_norm(q), positions, **rope), apply_rope(a._key_norm(k), positions, **rope)
@@ -41,8 +41,8 @@ def hidden(model: Any, tokens: Any, positions: Any, caches: Any, step: Any) -> t
 
 
 def paged(model: Any) -> tuple[Any, Any]:
-    """The model without its head, and the head, for `jaxpaged.generate` and `jaxpaged.Engine`; `model.init` makes the
-    weights."""
+    """The model without its head, and the head, for `jaxpaged.generate` and `jaxpaged.Engine`. Both accept the
+    variables of `model.init`."""
     apply = jaxpaged.linen.replace(_modules.Attention, attention)(nn.apply(hidden, model))
     return apply, nn.apply(lambda model, x: model.embedder.decode(x), model)
 

@@ -1,12 +1,11 @@
-"""Text from a Llama, Mistral, Qwen, Gemma, gpt-oss or DeepSeek through a paged cache.
-
-`lib/generation.py` is the part to copy: all of decoding in one `jax.jit`. This file is the command around it.
+"""Generates text with a Llama, Mistral, Qwen, Gemma, gpt-oss or DeepSeek model and a paged cache.
 
     python examples/generate.py --chat --prompt "What is a page table?" --prompt "Name three rivers."
     python examples/generate.py --shared-prefix LICENSE --prompt "In short, this license" --prompt "A user of it must"
     python examples/generate.py --chat --num-speculative-tokens 8 --prompt "Count from one to twenty, twice."
 
-With --num-speculative-tokens a `jaxpaged.Engine` generates instead, and guesses tokens from what a text repeats.
+The part to copy is `lib/generation.py`, which decodes in one `jax.jit`; this file is the command line around it. With
+--num-speculative-tokens a `jaxpaged.Engine` generates instead, and drafts tokens from repetitions in the text.
 """
 
 import argparse
@@ -49,12 +48,12 @@ from lib.tensor_parallel import spread
 from lib.text_stream import TextStream
 from lib.tokenizer import Tokenizer
 
-STREAM_STEPS = 8  # decode steps between two looks at the tokens
+STREAM_STEPS = 8  # decode steps between two updates of the output
 QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
 class Stream:
-    """Prints the text of a batch as it grows. If there are several sequences, each part follows its number."""
+    """Prints the text of a batch as it is generated. With several sequences, each piece has its sequence's number."""
 
     def __init__(self, tokenizer: Tokenizer, prompts: list[list[int]], file: TextIO):
         self.texts, self.file = [TextStream(tokenizer, prompt_ids=prompt) for prompt in prompts], file
@@ -85,23 +84,23 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--cache-scale",
         choices=get_args(Granularity),
-        help="what one scale of a quantised cache covers: a token and head (the default), or a head or a whole layer, "
+        help="scales of a quantised cache: one per token and head (the default), or one per head or layer, "
         "calibrated on all prompts together",
     )
     parser.add_argument(
-        "--num-blocks", type=positive, help="blocks in the pool, the null block included; default: what is needed"
+        "--num-blocks", type=positive, help="blocks in the pool, including the null block; default: as many as needed"
     )
     parser.add_argument(
         "--num-speculative-tokens",
         type=positive,
         default=0,
         metavar="N",
-        help="most tokens of a text to guess in a step, from what it repeats; default: none",
+        help="maximum number of tokens per text to draft in a step, from its repetitions; default: none",
     )
     add_tensor_parallel(parser)
-    parser.add_argument("--stream", action="store_true", help="print the text as it grows")
+    parser.add_argument("--stream", action="store_true", help="print the text as it is generated")
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object a prompt on stdout, and nothing else there"
+        "--json", action="store_true", help="print one JSON object per prompt on stdout, and nothing else"
     )
     args = parser.parse_args(arguments)
     args.cache_dtype = args.cache_dtype or args.dtype
@@ -112,7 +111,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
-    from tqdm import tqdm  # in the extra "examples": --help works without it
+    from tqdm import tqdm  # from the extra "examples"; imported here, so that --help works without it
 
     if args.cache_scale is not None and args.cache_dtype not in QUANTISED:
         raise RequestError(f"--cache-scale goes with --cache-dtype {', '.join(QUANTISED)}; got {args.cache_dtype}.")
@@ -152,7 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     tokenizer = request.checkpoint.tokenizer
     stream = Stream(tokenizer, prompts, sys.stderr if args.json else sys.stdout) if args.stream else None
-    # A bar is drawn only on a terminal. Without a bar and a stream, all of decoding is one call.
+    # The progress bar needs a terminal. Without a bar or a stream, decoding is a single call.
     bar = tqdm(total=int(state.limits.sum()), desc="generating", unit="token", disable=True if stream else None)
     watched = stream is not None or not bar.disable
 
@@ -182,10 +181,10 @@ def main(arguments: list[str] | None = None) -> int:
 def generate_with_drafts(
     model: Llama, config: LlamaConfig, request: Request, sampling: Sampling, args: argparse.Namespace, mesh: Mesh | None
 ) -> None:
-    """Prints what `report` does, with an engine's measurements."""
+    """Generates with an engine, and prints the results and its measurements."""
     prompts, tokenizer = request.prompts, request.checkpoint.tokenizer
     stop_ids = () if args.ignore_eos else tuple(tokenizer.eos_ids)
-    # The last token is never computed, so it may be one past the context.
+    # The last token is never input to the model, so it may be one past the context.
     limits = [min(args.max_new_tokens, config.context + 1 - len(prompt)) for prompt in prompts]
     params = [
         SamplingParams(

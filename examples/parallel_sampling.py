@@ -1,10 +1,10 @@
-"""Several completions of each prompt, whose keys and values are computed once.
+"""Parallel sampling: several completions per prompt, which share the prompt's keys and values.
 
     python examples/parallel_sampling.py --num-completions 4 --prompt "The old lighthouse keeper opened the door and"
 
-Everything runs in one `jax.jit`. A prompt is prefilled into the row of its first completion, one `fork` makes the other
-rows from it, `copy_blocks` gives each row its own copy of a partly filled last block, and the decode loop samples on.
-The completions of a prompt share its full blocks until the last of them ends.
+Everything runs in one `jax.jit`. Each prompt is prefilled once, into the row of its first completion. A `fork` copies
+that row to the other completions, and `copy_blocks` gives each its own copy of a partly filled last block. The decode
+loop then samples all completions. They share the prompt's full blocks until the last of them ends.
 """
 
 import argparse
@@ -38,12 +38,12 @@ from lib.start import start
 def complete(
     graph: nnx.GraphDef,
     weights: nnx.State,
-    state: Generation,  # a row for each completion; the rows of a prompt are adjacent
+    state: Generation,  # empty, one row per completion; the rows of a prompt are adjacent
     prompts: Prompts,
     eos_ids: tuple[int, ...],
     sampling: Sampling,
 ) -> tuple[Generation, jax.Array]:
-    """From an empty state to its end, and how many blocks were shared after the fork, int32 []."""
+    """Generates all completions. Returns the final state and the number of shared blocks after the fork, int32 []."""
     model = nnx.merge(graph, weights)
     num_seqs, num_prompts = state.running.shape[0], prompts.lengths.shape[0]
     num_completions = num_seqs // num_prompts
@@ -51,7 +51,7 @@ def complete(
     firsts = jnp.arange(num_prompts, dtype=jnp.int32) * num_completions
 
     caches, allocator, logits, ok = write_prompts(model, state.caches, state.allocator, prompts, seqs=firsts)
-    allocator, copies, forked = allocator.fork(firsts[prompt_of])  # the first is its own parent, and stays as it is
+    allocator, copies, forked = allocator.fork(firsts[prompt_of])  # the first completion is its own parent
     caches = tuple(copy_blocks(cache, *copies) for cache in caches)
     num_shared = allocator.num_shared
 
@@ -75,12 +75,12 @@ def sample_in_parallel(
     eos_ids: tuple[int, ...] = (),
     dtype: str = "float32",
 ) -> tuple[Generation, int]:
-    """The final state, `num_completions` rows a prompt, and the number of blocks shared after the fork.
+    """Returns the final state, `num_completions` rows per prompt, and the number of shared blocks after the fork.
 
-    Raises `PoolError` if the prompts do not fit."""
+    Raises `PoolError` if the prompts do not fit into the pool."""
     state = start(
         config,
-        [prompt for prompt in prompts for _ in range(num_completions)],  # so that each has its own random key
+        [prompt for prompt in prompts for _ in range(num_completions)],  # each completion gets its own random key
         max_new_tokens=max_new_tokens,
         block_size=block_size,
         num_blocks=None,
@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0], parents=[model_arguments(), sampling_arguments(temperature=0.8)]
     )
-    parser.add_argument("-n", "--num-completions", type=positive, default=4, metavar="N", help="of each prompt")
+    parser.add_argument("-n", "--num-completions", type=positive, default=4, metavar="N", help="completions per prompt")
     args = parser.parse_args(arguments)
     request = read_request(args)
     sampling = read_sampling(args, request.checkpoint)

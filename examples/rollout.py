@@ -1,15 +1,17 @@
-"""Reinforcement learning with an engine: GRPO on a toy task, on a CPU, without a checkpoint.
+"""Reinforcement learning with a `jaxpaged.Engine`: GRPO on a toy task, on a CPU, without a checkpoint.
 
     python examples/rollout.py
     python examples/rollout.py --rounds 20 --seed 1
     python examples/rollout.py --num-speculative-tokens 2
 
-A prompt says one letter eight times, and asks for more. The reward is the share of that letter in a completion. A round
-samples n completions of each prompt, whose prompt is computed once; a completion's advantage is its reward minus the
-mean of its prompt's, over their standard deviation, as in GRPO (Shao et al., 2024, https://arxiv.org/abs/2402.03300).
-The learner takes one step of Adam along the gradient, and the engine gets its weights. Both run `model` and `head`, the
-engine with paged attention, the learner with dense attention. With --num-speculative-tokens, a step guesses
-tokens of a completion from its own text or another completion's of its prompt; the tokens stay the same.
+A prompt repeats one letter eight times. The reward is the fraction of a completion that is the same letter. Each round
+samples several completions per prompt; the engine computes the prompt once. As in GRPO (Shao et al., 2024,
+https://arxiv.org/abs/2402.03300), the advantage of a completion is its reward, normalised over the completions of the
+same prompt. The learner then makes one Adam step, and the engine gets the new weights. Both run the same `model` and
+`head`, the engine with paged and the learner with dense attention.
+
+With --num-speculative-tokens, the engine drafts tokens of a completion from its own text and from other completions of
+the same prompt. The sampled tokens stay the same.
 """
 
 import argparse
@@ -24,7 +26,7 @@ import numpy as np
 
 from jaxpaged import Engine, EngineOptions, KVCache, Rollout, SamplingParams, dense_step
 
-LETTERS, FEATURES, HEADS, HEAD_DIM = 16, 64, 4, 16  # the last letter asks
+LETTERS, FEATURES, HEADS, HEAD_DIM = 16, 64, 4, 16  # the last letter ends every prompt
 PROMPT, NEW, PROMPTS, COMPLETIONS = 9, 8, 16, 8
 LEARNING_RATE, CLIP = 3e-3, 0.2
 
@@ -59,7 +61,7 @@ def head(weights: Any, x: jax.Array) -> jax.Array:
 
 
 def logprobs_of(weights: Any, texts: jax.Array) -> jax.Array:
-    """The log probability of each token but the first, float32 `[texts, length - 1]`."""
+    """Log probability of each token except the first, float32 `[texts, length - 1]`."""
     step = dense_step(texts.shape[1])
     logits = head(weights, jax.vmap(lambda text: model(weights, text, step.positions, None, step)[1])(texts))
     return jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), texts[:, 1:, None], axis=2)[..., 0]
@@ -74,7 +76,7 @@ def loss(weights: Any, prompts: jax.Array, rollout: Rollout, advantages: jax.Arr
 
 @jax.jit
 def learn(learner: Any, prompts: jax.Array, rollout: Rollout) -> tuple[Any, jax.Array]:
-    """The learner after a step of Adam, and the mean reward."""
+    """Makes one Adam step. Returns the new learner and the mean reward."""
     weights, mean, square, count = learner
     rewards = (rollout.tokens == jnp.repeat(prompts[:, :1], COMPLETIONS, axis=0)).mean(axis=1)
     groups = rewards.reshape(-1, COMPLETIONS)
@@ -107,14 +109,14 @@ def create_engine(weights: Any, num_drafts: int = 0) -> Engine:
         prefix_cache=True,
         steps_per_slice=NEW + 2,
         num_speculative_tokens=num_drafts,
-        # All steps then have the rows of the widest, with room for drafts of each completion.
+        # Every step then has the width of the widest one, with room for drafts of every completion.
         batch_invariant=num_drafts > 0,
     )
     return Engine(model, weights, cache, head=head, options=options)
 
 
 def train(num_rounds: int, seed: int, num_drafts: int = 0) -> Iterator[tuple[float, Rollout]]:
-    """Yields the mean reward of each round, and its rollout."""
+    """Trains. Yields the mean reward and the rollout of each round."""
     rng = np.random.default_rng(seed)
     weights = first_weights(seed)
     zeros = jax.tree.map(jnp.zeros_like, weights)
@@ -135,7 +137,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--num-speculative-tokens", type=int, default=0, help="most tokens of a completion to guess in a step"
+        "--num-speculative-tokens",
+        type=int,
+        default=0,
+        help="maximum tokens per completion to draft in a step",
     )
     args = parser.parse_args(arguments)
     begin = time.perf_counter()

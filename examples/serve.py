@@ -1,11 +1,11 @@
-"""A Llama, Mistral, Qwen, Gemma, gpt-oss or DeepSeek as an OpenAI-compatible HTTP server, on a `jaxpaged.Engine`.
+"""Serves a Llama, Mistral, Qwen, Gemma, gpt-oss or DeepSeek model over OpenAI's HTTP API, with a `jaxpaged.Engine`.
 
     python examples/serve.py --port 8000
     curl localhost:8000/v1/chat/completions -H "Content-Type: application/json" -d '
         {"messages": [{"role": "user", "content": "What is a page table?"}]}'
 
-`lib/engine_thread.py` is the part to copy: the thread that owns the engine. The HTTP around it is `lib/app.py`,
-`lib/completions.py` and `lib/http_server.py`; `docs/serving.md` explains them.
+The part to copy is `lib/engine_thread.py`, which runs the engine in its own thread. The HTTP server around it is in
+`lib/app.py`, `lib/completions.py` and `lib/http_server.py`. `docs/serving.md` explains them.
 """
 
 import argparse
@@ -36,11 +36,11 @@ from lib.engine_thread import EngineThread
 from lib.llama_config import LlamaConfig
 from lib.tensor_parallel import spread
 
-if TYPE_CHECKING:  # the extra "serve" is imported where it is used, so that --help works without
+if TYPE_CHECKING:  # from the extra "serve"; imported where it is used, so that --help works without it
     from lib.service import Service
 
 API_KEY = "JAXPAGED_API_KEY"  # the environment variable
-# Each a positive number: its default and its meaning.
+# Options with a positive number: the default and the help text.
 NUMBERS: dict[str, tuple[int | None, str]] = {
     "--max-num-seqs": (16, "completions that run at once"),
     "--max-model-len": (2048, "most tokens of a request, prompt and answer; at most the model's context"),
@@ -48,19 +48,19 @@ NUMBERS: dict[str, tuple[int | None, str]] = {
     "--steps-per-slice": (None, "steps between two pieces of a stream; default: the engine's own"),
     "--runtime-adapters": (
         0,
-        "how many more adapters /v1/load_lora_adapter may load while the server runs, from any folder that it can "
-        "read; default: none, and the path does not exist",
+        "number of adapters that /v1/load_lora_adapter may load while the server runs, from any folder that it can "
+        "read; default: none, and the route does not exist",
     ),
     "--max-adapter-rank": (16, "with --runtime-adapters: their largest rank"),
     "--num-speculative-tokens": (
         0,
-        "most tokens of a completion to guess in a step, from what it repeats; default: none",
+        "maximum number of tokens per completion to draft in a step, from its repetitions; default: none",
     ),
     # OpenAI's API allows 5 in completions, and 20 in chats.
-    "--max-logprobs": (5, "the most likely tokens that a request may ask for with each of its tokens"),
+    "--max-logprobs": (5, "maximum number of likely tokens that a request may get with each token"),
     "--host-cache-mb": (
         None,
-        "with --prefix-cache: host memory for what the pool has no room for, in 10^6 bytes; default: none",
+        "with --prefix-cache: host memory for cached blocks that leave the pool, in 10^6 bytes; default: none",
     ),
     "--max-queue": (128, "completions that may wait for others to end"),
     "--max-body-bytes": (2**20, "larger bodies are refused"),
@@ -136,8 +136,8 @@ def model_name(path: Path) -> str:
 
 
 def find_capacity(config: LlamaConfig, args: argparse.Namespace) -> CacheCapacity:
-    """The pool that fits into --cache-mb. Raises `RequestError`."""
-    # Fewer than devices are repeated. The latent counts once: each device holds all of it.
+    """Size of the pool that fits into --cache-mb. Raises `RequestError`."""
+    # KV heads are repeated if there are fewer than devices. A latent counts once: each device holds all of it.
     kv_heads = 1 if config.latent is not None else max(config.num_kv_heads, args.tensor_parallel)
     try:
         capacity = cache_capacity(
@@ -159,7 +159,7 @@ def find_capacity(config: LlamaConfig, args: argparse.Namespace) -> CacheCapacit
 
 
 def find_max_model_len(config: LlamaConfig, args: argparse.Namespace, num_blocks: int | None) -> int:
-    """The most tokens of a request. Reports that it is less than --max-model-len. Raises `RequestError`."""
+    """Maximum number of tokens of a request. Prints a message if it is below --max-model-len. Raises `RequestError`."""
     max_model_len, reason = min(args.max_model_len, config.context), f"the model's context is {config.context:,}"
     if num_blocks is not None:
         groups = layer_groups(layer_windows(config))
@@ -175,7 +175,7 @@ def find_max_model_len(config: LlamaConfig, args: argparse.Namespace, num_blocks
 
 
 def check_arguments(args: argparse.Namespace, config: LlamaConfig, served_names: list[str]) -> None:
-    """Raises `RequestError` if options do not go together."""
+    """Raises `RequestError` if options conflict."""
     names = [*served_names, *(name for name, _ in args.adapter)]
     if len(set(names)) < len(names):
         raise RequestError(f"Each --adapter and --served-model-name needs a name of its own; got {', '.join(names)}.")
@@ -257,7 +257,7 @@ def main(arguments: list[str] | None = None) -> int:
         host = f"[{args.host}]" if ":" in args.host else args.host
 
         def on_start() -> None:
-            signal.set_wakeup_fd(-1)  # from here on Ctrl-C drains; before, it ends the process at once
+            signal.set_wakeup_fd(-1)  # from now on Ctrl-C drains, instead of ending the process at once
             say(f"Serving {service.served_names[0]} at http://{host}:{listener.getsockname()[1]}")
 
         Server(service, drain_seconds=args.drain_seconds, on_start=on_start).run([listener])

@@ -1,13 +1,13 @@
-"""Speculative greedy decoding: several tokens a step, and the same tokens as plain decoding.
+"""Speculative greedy decoding: generates several tokens per step, the same tokens as plain decoding.
 
     python examples/speculative.py --prompt "Repeat after me: one two three four. One two three four. One two"
 
-A step looks for earlier occurrences of the newest tokens, in the prompt and in the generated text, and drafts what
-followed them: several branches that differ in their first token. The model sees the whole tree in one attention call
-with a mask. The step accepts the branch that agrees longest with the model's own choices, and the model's next token
-after it; moves that branch's keys and values into place; and gives back the room of the others with `rollback`.
-All steps are one `jax.jit`. In bfloat16, products of several tokens may round differently from products of one, and
-nearly tied tokens may swap.
+Each step looks for earlier occurrences of the newest tokens in the prompt and the generated text. It drafts the tokens
+that followed them, as a tree of branches that differ in their first token, and verifies the tree in one attention call
+with a tree mask. The branch that agrees longest with the model's choices is accepted, together with the model's next
+token. Its keys and values are moved into place, and `rollback` releases the rest. All steps run in one `jax.jit`.
+
+In bfloat16, matrix products round differently for several tokens than for one, so nearly tied tokens may swap.
 """
 
 import argparse
@@ -31,36 +31,37 @@ from lib.start import start
 
 
 class Tally(NamedTuple):
-    """int32 [seqs] each."""
+    """Counts, int32 [seqs] each."""
 
-    steps: jax.Array  # in which the sequence advanced
-    drafted: jax.Array  # tokens
-    accepted: jax.Array  # drafted tokens
+    steps: jax.Array  # steps in which the sequence advanced
+    drafted: jax.Array  # drafted tokens
+    accepted: jax.Array  # accepted drafted tokens
 
 
 def draft(
     text: jax.Array,  # int32 [seqs, tokens]
-    begins: jax.Array,  # int32 [seqs], where each sequence's text begins in its row
-    ends: jax.Array,  # int32 [seqs], and where it ends
+    begins: jax.Array,  # int32 [seqs], first column of each sequence's text
+    ends: jax.Array,  # int32 [seqs], column after its last token
     *,
     ngram: int,
     num_draft: int,
     num_branches: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The tokens after earlier occurrences of the last `ngram` tokens: int32 [seqs, num_branches, num_draft], and the
-    number of tokens in each branch, [seqs, num_branches].
+    """Drafts the tokens that followed earlier occurrences of the last `ngram` tokens.
 
-    Occurrences with more tokens after them, up to `num_draft`, come first, then later ones. No two branches begin with
-    the same token.
+    Occurrences with more tokens after them, up to `num_draft`, come first; of equal ones, the latest. No two branches
+    start with the same token.
+
+    Returns the tokens, int32 [seqs, num_branches, num_draft], and their number in each branch, [seqs, num_branches].
     """
     num_tokens = text.shape[1]
     position = jnp.arange(num_tokens, dtype=jnp.int32)[None]
-    num_behind = ends[:, None] - position - ngram
-    found = (position >= begins[:, None]) & (num_behind > 0)
+    num_following = ends[:, None] - position - ngram
+    found = (position >= begins[:, None]) & (num_following > 0)
     for i in range(ngram):
         newest = jnp.take_along_axis(text, jnp.maximum(ends - ngram + i, 0)[:, None], axis=1)
         found &= jnp.roll(text, -i, axis=1) == newest
-    worth = jnp.where(found, jnp.minimum(num_behind, num_draft) * num_tokens + position, -1)
+    worth = jnp.where(found, jnp.minimum(num_following, num_draft) * num_tokens + position, -1)
     branches, counts = [], []
     for _ in range(num_branches):
         best = worth.argmax(axis=1).astype(jnp.int32)
@@ -72,7 +73,7 @@ def draft(
 
 
 def move(cache: jaxpaged.KVCache, source: jax.Array, destination: jax.Array) -> jaxpaged.KVCache:
-    """Copies tokens from slot to slot, int32 [...] each; a destination outside the pool is dropped."""
+    """Copies keys and values from slots to slots, int32 [...] each. A destination outside the pool is dropped."""
     k, v = (pool.reshape(-1, *pool.shape[2:])[source] for pool in (cache.k, cache.v))
     return jaxpaged.ops.write_kv(cache, k, v, destination)
 
@@ -90,12 +91,12 @@ def speculate(
     num_draft: int,
     num_branches: int,
 ) -> tuple[Generation, Tally]:
-    """From the first token of every sequence to its last."""
+    """Generates the tokens of every sequence after its first one."""
     model = nnx.merge(graph, weights)
     rows = prompts.rows
     begins = rows.shape[1] - prompts.lengths
     num_seqs = state.running.shape[0]
-    # The tree: the newest token, then one branch after the other, each a chain from it.
+    # The tree: the newest token, followed by the branches, each of them a chain.
     num_nodes = 1 + num_branches * num_draft
     depth = jnp.arange(num_draft, dtype=jnp.int32)
     depths = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.tile(1 + depth, num_branches)])
@@ -106,13 +107,13 @@ def speculate(
     def one_step(carry: tuple[Generation, Tally]) -> tuple[Generation, Tally]:
         state, tally = carry
 
-        # 1. Draft, but not past the sequence's limit: its last token is the model's own.
-        text = jnp.concatenate([rows, state.tokens], axis=1)  # prompts end where what was generated begins
+        # 1. Draft, but leave room below the sequence's limit for the model's own token.
+        text = jnp.concatenate([rows, state.tokens], axis=1)  # right-aligned prompts, then the generated tokens
         ends = rows.shape[1] + state.num_tokens
         drafted, counts = draft(text, begins, ends, ngram=ngram, num_draft=num_draft, num_branches=num_branches)
         counts = jnp.minimum(counts, (state.limits - state.num_tokens - 1)[:, None])
 
-        # 2. Verify. Branches that were not found are computed too, as garbage that is never accepted.
+        # 2. Verify. Missing branches are computed as garbage, which is never accepted.
         before = state.allocator.lengths
         state, slots, advanced = claim(state, jnp.full_like(before, num_nodes), q_len=num_nodes)
         newest = jnp.take_along_axis(state.tokens, jnp.maximum(state.num_tokens - 1, 0)[:, None], axis=1)
@@ -121,7 +122,7 @@ def speculate(
         step = jaxpaged.AttentionStep.create(state.allocator, slots, positions=positions, tree_mask=masks)
         caches, x = model(tokens, state.caches, step)
 
-        # 3. The model's choice after each token; a branch is accepted up to the first difference.
+        # 3. Accept each branch up to its first difference from the model's choices.
         chosen = model.logits(x).argmax(axis=-1).astype(jnp.int32)
         after_newest, chosen = chosen[:, :1], chosen[:, 1:].reshape(drafted.shape)
         root = jnp.broadcast_to(after_newest[:, None], (num_seqs, num_branches, 1))
@@ -131,8 +132,8 @@ def speculate(
         best, accepted = accepted.argmax(axis=1).astype(jnp.int32)[:, None], accepted.max(axis=1)
         chosen = jnp.take_along_axis(chosen, best[..., None], axis=1)[:, 0]
 
-        # 4. Keep that branch, right after the newest token, and roll back the others. Nobody shares what this step
-        # appended: rolling back copies nothing.
+        # 4. Move the longest branch right after the newest token, and roll back the rest. The rollback needs no copies,
+        # because no other sequence shares the tokens that this step appended.
         source = jnp.take_along_axis(slots, 1 + best * num_draft + depth[None], axis=1)
         destination = jnp.where(depth[None] < accepted[:, None], slots[:, 1 : 1 + num_draft], -1)
         caches = tuple(move(cache, source, destination) for cache in caches)
@@ -140,7 +141,7 @@ def speculate(
         state = dataclasses.replace(state, caches=caches, allocator=allocator)
         took_part = advanced.astype(jnp.int32)
         extended = extend(state, jnp.concatenate([after_newest, chosen], axis=1), took_part * (accepted + 1), eos_ids)
-        gained = extended.num_tokens - state.num_tokens  # eos may have cut some off
+        gained = extended.num_tokens - state.num_tokens  # fewer than accepted if eos comes first
         drafted_now = took_part * counts.sum(axis=1, dtype=jnp.int32)
         tally = Tally(tally.steps + took_part, tally.drafted + drafted_now, tally.accepted + gained - took_part)
         return extended, tally
@@ -162,7 +163,7 @@ def decode_speculatively(
     eos_ids: tuple[int, ...] = (),
     dtype: str = "float32",
 ) -> tuple[Generation, Tally]:
-    """The final state, and the counts of each sequence."""
+    """Returns the final state and the counts of each sequence."""
     state = start(
         config,
         prompts,
@@ -193,10 +194,10 @@ def main(arguments: list[str] | None = None) -> None:
         type=positive,
         default=4,
         metavar="N",
-        help="draft at most N tokens a branch; default: %(default)s",
+        help="draft at most N tokens per branch; default: %(default)s",
     )
     parser.add_argument(
-        "--num-branches", type=positive, default=2, metavar="N", help="branches a step; default: %(default)s"
+        "--num-branches", type=positive, default=2, metavar="N", help="branches per step; default: %(default)s"
     )
     args = parser.parse_args(arguments)
     options = dict(ngram=args.ngram, num_draft=args.num_draft, num_branches=args.num_branches)

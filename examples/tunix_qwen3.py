@@ -1,10 +1,10 @@
-"""An unedited NNX model, the Qwen3 of Tunix, decoded through a paged cache.
+"""Runs an unmodified Flax NNX model, the Qwen3 of Tunix, with a paged cache.
 
     pip install google-tunix
     python examples/tunix_qwen3.py
 
-`attention` replaces the model's attention, and `paged` runs the model's layers and its head apart. The model is small
-and its weights are random; load real ones with `tunix.models.qwen3.params`.
+`attention` replaces the model's attention, and `paged` separates the model's layers from its head. The model here is
+small, with random weights; `tunix.models.qwen3.params` loads real ones.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ with imports(__doc__):
 
 
 def attention(a: Attention, x: Any, positions: Any, cache: Any, step: Any, segment_ids: Any = None) -> tuple[Any, Any]:
-    """The model passes its mask down to here, where the step replaces it."""
+    """Replaces `Attention.__call__`. `paged` passes the step in place of the attention mask."""
     q, k = (apply_rope(x, positions, a.head_dim) for x in (a.q_norm(a.q_proj(x)), a.k_norm(a.k_proj(x))))
     cache, out = step.attend(q, k, a.v_proj(x), cache)
     return cache, a.o_proj(out)

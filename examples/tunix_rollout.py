@@ -1,11 +1,11 @@
-"""Tunix samples with a jaxpaged engine: its rollout interface, its own Qwen3 unedited, and GRPO on a toy task on a CPU.
+"""Uses a `jaxpaged.Engine` as the rollout engine of Tunix, and trains Tunix's Qwen3 with GRPO on a toy task, on a CPU.
 
     pip install google-tunix
     python examples/tunix_rollout.py
 
 Pass `EngineRollout`, or a `functools.partial` of it, as `ClusterConfig.rollout_engine`. A prompt that Tunix repeats for
-its generations is computed once, and new weights are passed by reference. The toy: the reward is the share of the
-prompt's letter in a completion.
+several generations is computed once, and new weights are passed by reference. In the toy task the reward is the
+fraction of a completion's letters that equal the prompt's letter.
 """
 
 import dataclasses
@@ -38,13 +38,13 @@ class EngineRollout(BaseRollout):
     """Tunix's rollout worker on a `jaxpaged.Engine`, for models on one device.
 
     Args:
-        rollout_actor: the model, a Qwen3 of Tunix. For others write a `paged` as in tunix_qwen3.py.
-        tokenizer: any that Tunix accepts.
-        rollout_config: its largest prompt and completion make the engine's `max_model_len`.
-        mesh: Tunix passes it; not used.
-        block_size: tokens of a block.
-        options: of the engine. `max_num_seqs` completions run at once, and `seed` makes completions of equal prompts
-            differ. `max_model_len` follows from `rollout_config`.
+        rollout_actor: the model, a Tunix Qwen3. For other models, write a function like `paged` in tunix_qwen3.py.
+        tokenizer: any tokenizer that Tunix accepts.
+        rollout_config: its maximum prompt and completion lengths set the engine's `max_model_len`.
+        mesh: not used; Tunix passes it.
+        block_size: tokens per block.
+        options: options of the engine. `max_num_seqs` completions run at once, and `seed` makes completions of equal
+            prompts differ. `max_model_len` comes from `rollout_config`.
     """
 
     def __init__(
@@ -109,7 +109,8 @@ class EngineRollout(BaseRollout):
         )
 
     def get_per_token_logps(self, prompt_tokens: jax.Array, completion_tokens: jax.Array) -> jax.Array:
-        """float32, in the shape of the completions; 0 after the end of one."""
+        """Log probability of each completion token, float32 in the shape of the completions; 0 after a completion's
+        end."""
         self._refresh()
         prompts = [row[np.argmax(row != self.pad_id()) :].tolist() for row in np.asarray(prompt_tokens)]
         completions = [self._without_padding(row) for row in np.asarray(completion_tokens)]
@@ -119,7 +120,7 @@ class EngineRollout(BaseRollout):
         return jnp.asarray(logprobs)
 
     def update_params(self, params: Any, filter_types: Any = None) -> None:
-        """The model's new weights, or those of them that `filter_types` names."""
+        """Updates the model's weights. `params` holds all of them, or only the types in `filter_types`."""
         del filter_types  # params has no others
         nnx.update(self._model, params)
         self._refresh()
@@ -134,7 +135,7 @@ class EngineRollout(BaseRollout):
         return self._model
 
     def _refresh(self) -> None:
-        """A trainer that shares the model's variables changes them without a word."""
+        """Updates the engine's weights if a trainer that shares the model's variables has changed them."""
         weights = nnx.state(self._model)
         arrays = jax.tree.leaves(weights)
         if any(new is not old for new, old in zip(arrays, self._arrays, strict=True)):
@@ -146,7 +147,7 @@ class EngineRollout(BaseRollout):
         return self._tokenizer.dedup_bos_ids(begin + list(self._tokenizer.encode(prompt)))
 
     def _without_padding(self, tokens: np.ndarray) -> list[int]:
-        """Up to the first end of sequence, or without the padding at the end; a token at least."""
+        """The tokens up to the first end of sequence, or without trailing padding; at least one token."""
         is_end = tokens == self.eos_id()
         length = (
             np.argmax(is_end) + 1 if is_end.any() else np.max(np.flatnonzero(tokens != self.pad_id()), initial=0) + 1
@@ -159,7 +160,7 @@ def seed_of(seed: Any, index: int) -> int:
 
 
 class Letters:
-    """A tokenizer of letters: a to y, after padding, begin and end."""
+    """A tokenizer for the letters a to y; ids 0 to 2 are padding, begin and end."""
 
     def encode(self, text: str) -> list[int]:
         return [3 + ord(letter) - ord("a") for letter in text]
@@ -193,7 +194,7 @@ def toy_model(seed: int = 0) -> Qwen3:
 
 
 def train(num_rounds: int, seed: int = 0) -> list[float]:
-    """The mean reward of each round of Tunix's GRPO."""
+    """Trains with Tunix's GRPO, and returns the mean reward of each round."""
     rng, rewards = np.random.default_rng(seed), []
 
     def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:

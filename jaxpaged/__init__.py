@@ -1,7 +1,8 @@
-"""jaxpaged: paged attention for JAX.
+"""jaxpaged: paged attention for JAX on NVIDIA GPUs.
 
-More names are in `jaxpaged.ops` (operations on caches and attention results), `jaxpaged.scheduling` (a serving loop of
-your own) and `jaxpaged.debug`; the Flax modules are in `jaxpaged.nnx` and `jaxpaged.linen`.
+This module has the common names. `jaxpaged.ops` has operations on caches and attention results, `jaxpaged.scheduling`
+the scheduler for your own serving loop, and `jaxpaged.debug` tools for finding errors. The Flax modules are in
+`jaxpaged.nnx` and `jaxpaged.linen`; import these two explicitly.
 """
 
 from jaxpaged import debug as debug

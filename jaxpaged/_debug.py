@@ -1,8 +1,8 @@
-"""Checks of values that exist only at run time (slots, block ids, lengths, counts, keys), for when tokens look wrong.
+"""Checks of values that exist only at run time: slots, block ids, lengths, counts and keys.
 
-Outside of `debug_checks` nothing is traced. Inside, the functions that write, attend and allocate count what is wrong
-on the device and send the counts to the host with `jax.debug.callback`. JAX's `checkify` would have to wrap the user's
-own function and add an output to it; a callback works inside it, in loops and on meshes.
+Outside `debug_checks` the checks add nothing to a traced program. Inside, functions that write, attend and allocate
+count wrong values on the device and send the counts to the host with `jax.debug.callback`. A callback needs no change
+to the user's function and works in loops and on meshes; JAX's `checkify` would wrap the function and add an output.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ LIBRARIES = str(Path(__file__).parent), str(Path(jax.__file__).parent)
 
 @dataclasses.dataclass
 class _Checks:
-    """What was found, and the last write."""
+    """The findings, and the last write to a cache."""
 
-    found: dict[str, str] = dataclasses.field(default_factory=dict)  # by line and kind, the first of each
+    found: dict[str, str] = dataclasses.field(default_factory=dict)  # the first finding of each line and kind
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-    written: jax.Array | None = None  # keys of the cache after the last write
-    slots: jax.Array | None = None  # of the last write
+    written: jax.Array | None = None  # the cache's keys after the last write
+    slots: jax.Array | None = None  # the slots of the last write
 
     def record(self, kind: str, shape: tuple[int, ...], count: Any, index: Any, value: Any) -> None:
-        """On the host: how many are wrong, and the first of them."""
+        """Runs on the host. Keeps the number of wrong values, and the index and value of the first."""
         if count > 0:
             at = [int(i) for i in np.unravel_index(int(index), shape)]
             with self.lock:
@@ -46,30 +46,35 @@ _checks = contextvars.ContextVar[_Checks | None]("checks", default=None)
 
 @contextlib.contextmanager
 def debug_checks() -> Iterator[None]:
-    """Checks what jaxpaged reads and writes inside the `with` block. For when tokens look wrong; it is slow.
+    """Checks the values that jaxpaged reads and writes inside a `with` block. Use it when tokens look wrong.
 
-    Reported are
+    It reports
 
-    - slots that `write_kv` drops and that are not padding, which is negative or the number of slots in the pool;
+    - slots outside the pool that are not padding (padding is negative, or equal to the number of slots);
     - slots in the null block;
-    - lengths below 0 or above what a table row can hold;
-    - block ids outside the pool, and the null block, in entries with tokens that a query may see;
-    - NaN and infinity in cached keys, values and scales of these tokens;
-    - slots of the last write that are no tokens of the sequences that attend to its cache;
-    - counts, lengths and parents out of the range that `append`, `rollback`, `fork` and `match_prefix` accept.
+    - lengths below 0 or above the capacity of a table row;
+    - block ids outside the pool, or the null block, in table entries whose tokens a query may see;
+    - NaN and infinity in the cached keys, values and scales of these tokens;
+    - newly written slots that belong to no sequence that attends to the cache;
+    - counts, lengths and parents outside the range that `append`, `rollback`, `fork` and `match_prefix` accept.
 
-    It works inside `jit`, `scan`, `while_loop`, `vmap`, `grad`, and `shard_map` inside `jit`. To get the checks into
-    functions that are already compiled, and out of them afterwards, it clears JAX's caches when it begins and ends.
+    The checks are slow. They work inside `jit`, `scan`, `while_loop`, `vmap`, `grad`, and `shard_map` inside `jit`.
+    `debug_checks` clears JAX's caches at its start and end, so that compiled functions are traced again with the
+    checks, and afterwards without them.
 
-    Not checked: what was compiled ahead of time outside the block, as `jax.jit(f).lower(...).compile()` and an
-    `Engine` are (make the engine inside), and `context_parallel_attention`. The last write is compared if attention
-    gets its very cache, in the same trace: not across calls of jitted functions, and not on an explicit mesh. One
-    write that several calls attend to, each for a part of the sequences, is reported.
+    Limits:
+
+    - Programs compiled ahead of time outside the block are not checked: `jax.jit(f).lower(...).compile()`, and an
+      `Engine`. Create the engine inside the block.
+    - `context_parallel_attention` is not checked.
+    - Newly written slots are checked only if the same trace attends to the array that `write_kv` returned: not across
+      calls of jitted functions, and not on an explicit mesh.
+    - If several attention calls share one write, each for some of the sequences, a correct write is reported.
 
     Raises:
-        ValueError: at the end of the block, with all findings: the line that called jaxpaged, how many values were
-            wrong in the first such call, the index of the first and its value. If the block raises, the findings are
-            notes of that exception.
+        ValueError: at the end of the block, with all findings. A finding has the line that called jaxpaged, the number
+            of wrong values in the first such call, and the index and value of the first. If the block itself raises,
+            the findings become notes of that exception.
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged
@@ -105,7 +110,7 @@ def _findings(checks: _Checks) -> list[str]:
 
 
 def unchecked[F: Callable[..., Any]](function: F) -> F:
-    """The function, whose own calls are not checked: what they get is no whole sequence."""
+    """Decorates a function that handles parts of sequences: calls inside it are not checked."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -119,7 +124,10 @@ def unchecked[F: Callable[..., Any]](function: F) -> F:
 
 
 def check_write(k_cache: jax.Array, slots: jax.Array) -> None:
-    """Slots [...] of one layer, and the keys [..., blocks, block_size, kv_heads, head_dim] after the write."""
+    """Checks the slots [...] written in one layer, and keeps the keys after the write.
+
+    `k_cache` is [..., blocks, block_size, kv_heads, head_dim].
+    """
     if (checks := _checks.get()) is None:
         return
     num_blocks, block_size = k_cache.shape[-4:-2]
@@ -130,20 +138,20 @@ def check_write(k_cache: jax.Array, slots: jax.Array) -> None:
 
 
 def check_range(name: str, values: jax.Array, least: int, most: jax.Array | int, *, limit: str = "") -> None:
-    """int32 [seqs] of an allocator's call, which leaves rows with other values as they are."""
+    """Checks an int32 [seqs] argument of an allocator operation, which ignores rows with values out of range."""
     if (checks := _checks.get()) is None:
         return
     _report(checks, f"{name} outside {least} to {limit or most}", (values < least) | (values > most), values)
 
 
 def check_tables(
-    k_cache: jax.Array,  # of one layer or a stack
-    block_tables: jax.Array,  # int32 [seqs, max_blocks], of one layer
+    k_cache: jax.Array,  # one layer or a stack
+    block_tables: jax.Array,  # int32 [seqs, max_blocks], one layer
     lengths: jax.Array,  # int32 [seqs]
-    num_new: jax.Array | int,  # query tokens of each sequence
+    num_new: jax.Array | int,  # number of query tokens of each sequence
     window: jax.Array | None,
 ) -> jax.Array | None:
-    """Returns which tokens of each table row some query may see, bool [seqs, max_blocks, block_size]."""
+    """Checks lengths and block ids. Returns which tokens a query may see, bool [seqs, max_blocks, block_size]."""
     if (checks := _checks.get()) is None:
         return None
     num_blocks, block_size = k_cache.shape[-4:-2]
@@ -157,21 +165,21 @@ def check_tables(
     seen = exists & (positions >= first[:, None, None])
     is_read, ids = seen.any(axis=2), block_tables
     _report(checks, f"block ids outside the pool of {num_blocks}", is_read & ((ids < 0) | (ids >= num_blocks)), ids)
-    # Older blocks that a window has passed are the null block, for padding rows before the new tokens: see `attend`.
-    of_newest = exists if window is None else exists & (positions >= (lengths - window)[:, None, None])
-    _report(checks, "the null block with tokens", of_newest.any(axis=2) & (ids == 0), ids)
+    # Blocks that a window has passed may be the null block, even where padding queries see them: see `attend`.
+    in_window = exists if window is None else exists & (positions >= (lengths - window)[:, None, None])
+    _report(checks, "the null block with tokens", in_window.any(axis=2) & (ids == 0), ids)
 
     if checks.written is k_cache and checks.slots is not None:
         slots, num_slots = checks.slots, num_blocks * block_size
-        of_tokens = jnp.where(exists, ids[..., None] * block_size + positions % block_size, -1)
-        owned = jnp.zeros(num_slots, bool).at[jnp.where(of_tokens < 0, num_slots, of_tokens)].set(True, mode="drop")
+        token_slots = jnp.where(exists, ids[..., None] * block_size + positions % block_size, -1)
+        owned = jnp.zeros(num_slots, bool).at[jnp.where(token_slots < 0, num_slots, token_slots)].set(True, mode="drop")
         is_lost = (slots >= 0) & (slots < num_slots) & ~owned.at[slots].get(mode="clip")
         _report(checks, "slots just written that are no token of an attending sequence", is_lost, slots)
     return seen
 
 
 def check_attention(call: Any, lengths: jax.Array) -> None:
-    """`lengths`: before they were clipped."""
+    """Checks the inputs of an attention call. `lengths` are the caller's, before clipping."""
     if (checks := _checks.get()) is None:
         return
     options = call.options
@@ -195,7 +203,7 @@ def _report(checks: _Checks, kind: str, is_wrong: jax.Array, values: jax.Array) 
 
 
 def _caller() -> str:
-    """The innermost line of the stack that is neither ours nor JAX's."""
+    """File and line of the innermost stack frame that is neither in jaxpaged nor in JAX."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Integers that a caller passes: sizes, and arrays of ids, slots, lengths and counts."""
+"""Checks and conversions for integer arguments: sizes, and arrays of ids, slots, lengths and counts."""
 
 import operator
 from collections.abc import Iterable
@@ -13,10 +13,10 @@ INT32 = np.iinfo(np.int32)
 
 
 def as_int32(values: ArrayLike) -> jax.Array:
-    """Returns a JAX array unchanged, and integers of NumPy and Python as int32.
+    """Returns a JAX array unchanged, and NumPy and Python integers as int32.
 
-    Numbers beyond int32 become its largest or smallest: 2^31 - 1 is outside any pool, as 2^32 + 3 was, and a cast
-    would make that 3. The caller checks the dtype of what comes back.
+    Numbers beyond int32 saturate. A cast would turn 2^32 + 3, which is outside any pool, into 3, which is not. The
+    caller checks the dtype of the result.
     """
     if isinstance(values, jax.Array):
         return values
@@ -25,14 +25,14 @@ def as_int32(values: ArrayLike) -> jax.Array:
 
 
 def saturated(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
-    """Integers of any dtype cut down to int32."""
+    """Integers of any dtype as int32; numbers out of range become the nearest int32."""
     held = jnp.iinfo(array.dtype)
     least, most = max(int(held.min), INT32.min), min(int(held.max), INT32.max)
     return array.clip(least, most).astype(np.int32)
 
 
 def known_values(values: ArrayLike) -> np.ndarray | None:
-    """The numbers of an array that is no tracer and is on this process's devices; otherwise None."""
+    """The values of an array as NumPy, or None for a tracer or an array on devices of other processes."""
     if isinstance(values, jax.core.Tracer) or (isinstance(values, jax.Array) and not values.is_fully_addressable):
         return None
     return np.asarray(values)
@@ -41,17 +41,17 @@ def known_values(values: ArrayLike) -> np.ndarray | None:
 def checked_array(
     name: str, values: ArrayLike, *shape: int | str, dtype: DTypeLike = jnp.int32, which: str = ""
 ) -> jax.Array:
-    """An array that a caller passes, as `as_int32` returns it.
+    """Checks the shape and dtype of an array argument, and returns it as `as_int32` does.
 
     Args:
-        name: of the argument.
+        name: name of the argument, for the message.
         values: the array.
-        shape: its axes: a number, or the name of an axis of any length.
-        dtype: its dtype.
-        which: says in the message what the elements are.
+        shape: expected axes: a length, or the name of an axis of any length.
+        dtype: expected dtype.
+        which: meaning of the elements, for the message.
 
     Raises:
-        ValueError: another shape or dtype.
+        ValueError: the shape or dtype differs.
     """
     array = as_int32(values)
     is_right = array.dtype == dtype and array.ndim == len(shape)
@@ -62,19 +62,23 @@ def checked_array(
 
 
 def checked_query_starts(query_starts: ArrayLike, num_seqs: int) -> jax.Array:
-    """Where each of an allocator's sequences begins among packed tokens, int32 `[num_seqs + 1]`."""
+    """Checks `query_starts`, int32 `[num_seqs + 1]`: the first packed token of each of an allocator's sequences."""
     which = "one more than the allocator's sequences"
     return checked_array("query_starts", query_starts, num_seqs + 1, which=which)
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:
-    """Raises `ValueError` unless each KV head is read by the same number of query heads."""
+    """Raises `ValueError` unless `num_heads` is a multiple of `num_kv_heads`."""
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"num_heads must be a multiple of num_kv_heads; got {num_heads=}, {num_kv_heads=}.")
 
 
 def checked_size(name: str, size: Any, least: int = 1, most: int | None = None) -> int:
-    """A static size as a Python int: with x64 on, a NumPy int would turn int32 arrays into int64."""
+    """Checks a static size and returns it as a Python int. With x64 on, a NumPy int would turn int32 arrays into int64.
+
+    Raises:
+        ValueError: the size is not an int, or is outside `least` to `most`.
+    """
     try:
         if isinstance(size, bool):
             raise TypeError
@@ -89,7 +93,7 @@ def checked_size(name: str, size: Any, least: int = 1, most: int | None = None) 
 
 
 def checked_tuple(name: str, values: Any) -> tuple[Any, ...]:
-    """A sequence that a caller passes, as a tuple."""
+    """Checks that an argument is iterable and returns it as a tuple. Raises `ValueError`."""
     if not isinstance(values, Iterable):
         raise ValueError(f"{name} must be a sequence; got {name}={values!r}.")
     return tuple(values)

@@ -1,4 +1,4 @@
-"""Tools for wrong tokens and slow calls: checks at run time, the chosen kernel, a picture of the blocks."""
+"""Tools for wrong tokens and slow calls: run-time checks, the reason for a chosen kernel, and a plot of the blocks."""
 
 from jaxpaged._allocator.plot import plot_blocks
 from jaxpaged._attention.explain import Explanation, explain

@@ -1,4 +1,4 @@
-"""Paged attention as a Flax Linen module, or instead of a model's own."""
+"""Flax Linen: an attention module with a paged cache, and `replace` for models that bring their own attention."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ __all__ = ["PagedAttention", "replace"]
 
 
 class PagedAttention(linen.Module):
-    """`jaxpaged.nnx.PagedAttention` for Linen: the same settings, parameter names and results.
+    """Causal self-attention with a paged KV cache: `jaxpaged.nnx.PagedAttention` for Linen.
 
-    The output is as wide as the input, so there is no `in_features`. `heads_axis` is a mesh axis; the parameters are
-    made with `nn.with_partitioning`.
+    Settings, parameter names and results are the same. `in_features` comes from the input, and the output has the same
+    width. If `settings.heads_axis` is set, a mesh axis, `nn.with_partitioning` annotates the parameters with it.
+
+    Attributes:
+        settings: sizes, options and dtypes.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpaged, jaxpaged.linen
@@ -49,7 +52,7 @@ class PagedAttention(linen.Module):
         cache: C,
         step: AttentionStep,
     ) -> tuple[C, jax.Array]:
-        """As `jaxpaged.nnx.PagedAttention.__call__`."""
+        """Writes the new tokens to the cache and attends from them: see `jaxpaged.nnx.PagedAttention.__call__`."""
         s = self.settings
 
         def sharded(initializer: Callable[..., Any], *axes: str | None) -> Callable[..., Any]:
@@ -88,17 +91,17 @@ class PagedAttention(linen.Module):
 
 @contextlib.contextmanager
 def replace(module_type: type, call: Callable[..., Any]) -> Iterator[None]:
-    """Replaces each call `module(*args)` by `call(module, *args)`, for the modules of a type, within `with`.
+    """Replaces every call `module(*args)` with `call(module, *args)`, for all modules of one type, inside `with`.
 
-    `jaxpaged.nnx.replace` for Linen. It decorates functions too. Code that `nn.jit` or `nn.remat` has traced before is
-    not traced again: call the parts of the model inside them.
+    This is `jaxpaged.nnx.replace` for Linen. It is a context manager, and also works as a decorator. Flax reuses the
+    traces of `nn.jit` and `nn.remat`, so code that they traced earlier is not replaced: call the parts inside them.
 
     Args:
-        module_type: of the modules that are replaced.
-        call: gets the bound module, and what it was called with.
+        module_type: type of the modules to replace.
+        call: receives the bound module and the arguments of the call.
 
     Raises:
-        ValueError: at the end, if modules were called and none of them was of the type.
+        ValueError: at the end of the block, if modules were called and none of them was of this type.
 
     Example:
         >>> import jax.numpy as jnp, flax.linen as nn, jaxpaged.linen

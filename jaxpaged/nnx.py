@@ -1,4 +1,4 @@
-"""Paged attention as a Flax NNX module, or instead of a model's own."""
+"""Flax NNX: attention modules with a paged cache, and `replace` for models that bring their own attention."""
 
 from __future__ import annotations
 
@@ -19,28 +19,30 @@ __all__ = ["LatentAttention", "PagedAttention", "replace"]
 
 
 class PagedAttention(nnx.Module):
-    """Causal self-attention whose keys and values live in a paged cache.
+    """Causal self-attention with a paged KV cache.
 
-    It projects, normalises and rotates q and k, writes k and v into the cache, attends, and projects back. The cache
-    and the step are arguments, the new cache is a result: the module only holds weights.
+    A call projects the input to q, k and v, normalises and rotates q and k, writes k and v to the cache, attends, and
+    applies the output projection. The module holds only weights: the cache and the step are arguments, and the call
+    returns the new cache.
 
-    Parameters, and biases if the settings ask for them:
+    Parameters (biases depend on the settings):
 
-    - `qkv_proj.kernel` `[in_features, (num_heads + 2 * num_kv_heads) * head_dim]`: the columns of q, then of k, then of
-      v. One product reads its weights faster than three. Build it from separate kernels with
-      `jnp.concatenate([q, k, v], axis=-1)`, or keep `q_proj`, `k_proj` and `v_proj` with `fused=False`.
+    - `qkv_proj.kernel` `[in_features, (num_heads + 2 * num_kv_heads) * head_dim]`: the columns for q, then k, then v.
+      One fused matrix product is faster than three. To load separate kernels, concatenate them with
+      `jnp.concatenate([q, k, v], axis=-1)`, or keep `q_proj`, `k_proj` and `v_proj` separate with `fused=False`.
     - `o_proj.kernel` `[num_heads * head_dim, in_features]`.
-    - `q_norm.scale`, `k_norm.scale` `[head_dim]`, with `norm_epsilon`.
-    - `sinks` `[num_heads]`, with `use_sinks`.
-    - `gate_proj.kernel` `[in_features, num_heads * head_dim]`, with `use_gate`.
+    - `q_norm.scale` and `k_norm.scale` `[head_dim]`, if `norm_epsilon` is set.
+    - `sinks` `[num_heads]`, if `use_sinks` is True.
+    - `gate_proj.kernel` `[in_features, num_heads * head_dim]`, if `use_gate` is True.
 
-    `heads_axis` is a mesh axis, or a name that Flax's `logical_axis_rules` map to one. It shards the projections to
-    heads by their outputs, the output projection by its inputs and the sinks by heads, in their `out_sharding`.
+    `heads_axis` is a mesh axis, or a logical name that Flax's `logical_axis_rules` map to one. The `out_sharding`
+    metadata then shards the q, k, v and gate projections along their outputs, the output projection along its inputs,
+    and the sinks along the heads.
 
     Args:
         in_features: width of the input and the output.
-        settings: sizes, options, dtypes.
-        rngs: for the parameters.
+        settings: sizes, options and dtypes.
+        rngs: random keys that initialise the parameters.
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged, jaxpaged.nnx
@@ -96,19 +98,19 @@ class PagedAttention(nnx.Module):
         cache: C,
         step: AttentionStep,
     ) -> tuple[C, jax.Array]:
-        """Attends from the tokens of a step.
+        """Writes the new tokens to the cache and attends from them.
 
         Args:
-            x: `[..., in_features]`, in the layout of the step: `[seqs, in_features]` for one token of each sequence,
-                `[seqs, q_len, in_features]`, or packed `[tokens, in_features]`.
-            cache: this layer's, of any dtype, or `CacheLayer(stack, i)`.
-            step: the `AttentionStep`, of all layers, or `step.group(i)`.
+            x: `[..., in_features]`, in the layout of the step: `[seqs, in_features]` for one token per sequence,
+                `[seqs, q_len, in_features]` for several, or packed `[tokens, in_features]`.
+            cache: the layer's cache, of any cache dtype: a `KVCache`, or `CacheLayer(stack, i)`.
+            step: the `AttentionStep`, which all layers share; with several layer groups `step.group(i)`.
 
         Returns:
-            The new cache, in the form it came in, and the output, of x's shape.
+            The new cache, of the type that was passed, and the output, in the shape of x.
 
         Raises:
-            ValueError: shapes that do not fit.
+            ValueError: the shapes of x, the cache and the step do not match.
         """
         cache, out = project_and_attend(
             self.settings,
@@ -123,35 +125,35 @@ class PagedAttention(nnx.Module):
 
 
 class LatentAttention(nnx.Module):
-    """Multi-head latent attention (MLA), whose cache holds one latent vector and one rotary key a token.
+    """Multi-head latent attention (MLA). Its cache holds one latent vector and one rotary key per token.
 
-        c = norm(x W_c),  r = rotate(x W_r)              what the cache holds, for all heads
-        q_h = [(x W_q)_h W_K,h^T,  rotate(x W_r,h)]      absorbed: a query of c, not of the head's keys
+        c = norm(x W_c),  r = rotate(x W_r)              cached, shared by all heads
+        q_h = [(x W_q)_h W_K,h^T,  rotate(x W_r,h)]      absorbed: compared with c instead of the head's keys
         out = sum_h (softmax_t(scale q_h . [c_t, r_t]) c_t) W_V,h W_O,h
 
-    Parameters are named as in a checkpoint of a DeepSeek model, but for `k_b_proj` and `v_b_proj`:
+    The parameters have the names of DeepSeek checkpoints, except `k_b_proj` and `v_b_proj`:
 
-    - `q_proj.kernel` `[in_features, num_heads * (qk_nope_head_dim + qk_rope_head_dim)]`, or with `q_lora_rank`
-      `q_a_proj`, `q_a_layernorm` and `q_b_proj`.
+    - `q_proj.kernel` `[in_features, num_heads * (qk_nope_head_dim + qk_rope_head_dim)]`; if `q_lora_rank` is set,
+      `q_a_proj`, `q_a_layernorm` and `q_b_proj` instead.
     - `kv_a_proj_with_mqa.kernel` `[in_features, kv_lora_rank + qk_rope_head_dim]`, `kv_a_layernorm.scale`
       `[kv_lora_rank]`.
-    - `k_b_proj.kernel` `[kv_lora_rank, num_heads * qk_nope_head_dim]`, W_K, and `v_b_proj.kernel`
-      `[kv_lora_rank, num_heads * v_head_dim]`, W_V. A checkpoint has both in `kv_b_proj`, first W_K and then W_V of
-      each head; to multiply with a part of a matrix XLA would copy it in each step.
+    - `k_b_proj.kernel` `[kv_lora_rank, num_heads * qk_nope_head_dim]` is W_K, and `v_b_proj.kernel`
+      `[kv_lora_rank, num_heads * v_head_dim]` is W_V. A checkpoint stores both in `kv_b_proj`, for each head first
+      W_K and then W_V. They are separate here because XLA would copy a part of a matrix in each step.
     - `o_proj.kernel` `[num_heads * v_head_dim, in_features]`.
 
-    If a call has on average at least `settings.expanded_from` new tokens a sequence, these see each other through keys
-    and values made for each head: fewer products, and memory for `2 * tokens * num_heads` of them in each layer. Older
-    tokens are attended to as above. So are all tokens in other calls, and with a window, a tree, groups of prefixes
-    or a number of partitions.
+    Long prompts use expanded keys and values. If a call has on average at least `settings.expanded_from` new tokens
+    per sequence, the new tokens attend to each other through per-head keys and values. This needs fewer operations,
+    and memory for `2 * tokens * num_heads` vectors in each layer. Attention to older tokens stays absorbed, as above.
+    Calls with a sliding window, a tree mask, prefix groups or a fixed number of partitions are never expanded.
 
-    The cache has `kv_lora_rank + qk_rope_head_dim` numbers a token. One of 8 bits may have
-    `kv_lora_rank + 2 * qk_rope_head_dim`, and is more precise: see `jaxpaged.ops.split_rotary`.
+    The cache has `kv_lora_rank + qk_rope_head_dim` numbers per token. An 8-bit cache may have
+    `kv_lora_rank + 2 * qk_rope_head_dim` for more precision: see `jaxpaged.ops.split_rotary`.
 
     Args:
         in_features: width of the input and the output.
-        settings: sizes, options, dtypes.
-        rngs: for the parameters.
+        settings: sizes, options and dtypes.
+        rngs: random keys that initialise the parameters.
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged, jaxpaged.nnx
@@ -201,7 +203,7 @@ class LatentAttention(nnx.Module):
         cache: C,
         step: AttentionStep,
     ) -> tuple[C, jax.Array]:
-        """As `PagedAttention.__call__`; the cache is a latent one, `KVCache.create(is_latent=True, ...)`."""
+        """Same as `PagedAttention.__call__`, with a latent cache: `KVCache.create(is_latent=True, ...)`."""
         s = self.settings
         check_latent_call(s, x, cache, step)
         q = self.q_proj(x) if s.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
@@ -220,22 +222,23 @@ class LatentAttention(nnx.Module):
 
 
 def replace[M: nnx.Module](model: M, module_type: type, call: Callable[..., Any]) -> M:
-    """Replaces each call `module(*args)` by `call(module, *args)`, for the modules of a type in a model.
+    """Replaces every call `module(*args)` with `call(module, *args)`, for all modules of one type in a model.
 
-    For models that are not edited: `module_type` is their attention, and `call` attends to the cache instead. Call it
-    on what `nnx.merge` gave, inside the step: the weights keep their names, and the model itself its attention.
+    Use it to run an existing model on a paged cache without editing it: `module_type` is the model's attention, and
+    `call` attends to the cache instead. Apply it to the result of `nnx.merge`, inside the jitted step. The weights
+    then keep their names, and the original model keeps its attention.
 
     Args:
-        model: changed in place. Attributes, `nnx.List` and `nnx.Dict` are searched; the model itself and `nnx.data`
-            are not.
-        module_type: of the modules that are replaced.
-        call: gets the module, which has the weights, and what the module was called with.
+        model: the model, changed in place. Attributes, `nnx.List` and `nnx.Dict` are searched; `nnx.data` and the model
+            itself are not.
+        module_type: type of the modules to replace.
+        call: receives the module, which holds the weights, and the arguments of the call.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: none is found.
+        ValueError: the model has no module of this type.
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged.nnx

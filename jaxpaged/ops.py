@@ -1,7 +1,7 @@
-"""Operations on caches and attention results, for code that does more than `AttentionStep.attend`.
+"""Operations on caches and attention results, for code that needs more than `AttentionStep.attend`.
 
-They write, copy, read and quantise cached keys and values, merge attention results, and attend to a cache that is split
-over devices. All run inside jit.
+They write, copy, read and quantise cached keys and values, merge attention results, and attend to a cache whose
+sequences are split over devices. All of them work inside `jax.jit`.
 """
 
 from jaxpaged._allocator.prefix_groups import PrefixGroups

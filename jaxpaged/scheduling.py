@@ -1,6 +1,7 @@
-"""Continuous batching inside jit, for an engine of your own: a scheduler and the records that it accepts and returns.
+"""Continuous batching inside `jax.jit`: a scheduler, and the records that it accepts and returns.
 
-`jaxpaged.Engine` runs this scheduler; use it directly if the serving loop must be part of a larger compiled program.
+`jaxpaged.Engine` runs this scheduler. Use the scheduler directly to make the serving loop part of a larger compiled
+program.
 """
 
 from jaxpaged._publish import publish as _publish

@@ -78,7 +78,7 @@ class Lowered:
 def test_an_engine_without_room_for_its_program_is_refused(in_use):
     in_use(999_000)
     assert program.compile_in_memory(Lowered(1_000), {}, ())
-    with pytest.raises(MemoryError, match=r"scratch memory 0\.0, and of the 0\.0 GB"):
+    with pytest.raises(MemoryError, match=r"scratch memory 0\.0, but 0\.0 of the 0\.0 GB"):
         program.compile_in_memory(Lowered(1_001), {}, ())
     with pytest.raises(MemoryError, match=r"compiling 0\.0 or more\. Use fewer blocks") as refused:
         program.compile_in_memory(Lowered(), {}, ())

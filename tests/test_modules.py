@@ -216,12 +216,12 @@ def test_nothing_is_hidden_in_the_modules():
     [
         (dict(num_heads=5), r"num_heads must be a multiple of num_kv_heads; got num_heads=5, num_kv_heads=2"),
         (dict(head_dim=8), r"rotary_frequencies must hold up to head_dim // 2 numbers; got 8 for head_dim=8"),
-        (dict(rotary=lambda x, positions: x), r"pass rotary_frequencies=None with it"),
+        (dict(rotary=lambda x, positions: x), r"rotary replaces rotary_frequencies; .* Pass rotary_frequencies=None"),
         (
             dict(rotary_frequencies=None, interleaved=True),
             r"without rotary_frequencies; got rotary_frequencies=None. Pass",
         ),
-        (dict(heads_axis="devices"), r"heads_axis needs q, k and v apart.* Pass fused=False with it"),
+        (dict(heads_axis="devices"), r"heads_axis needs separate q, k and v projections.* Pass fused=False with it"),
     ],
 )
 def test_size_errors(changes, message):
@@ -236,7 +236,7 @@ def test_call_errors():
     wrong = [
         ((x[:, 0], cache, step), r"x must be \[3, 1, 'features'\], the tokens of the step; got .*\(3, 48\)"),
         ((x, cache, packed), r"x must be \[5, 'features'\], the tokens .*; got x.shape=\(3, 1, 48\)"),
-        ((x, cache, allocator), r"a module takes \(x, cache, step\), .*; got BlockAllocator"),
+        ((x, cache, allocator), r"call a module with \(x, cache, step\), an AttentionStep last; got BlockAllocator"),
         ((x, CacheLayer((cache, cache), 0), step), r"a cache must be a KVCache, .*; got a tuple"),
         ((x, new_cache(num_kv_heads=1), step), r"must be \[blocks, block_size, 2, 16\].*got k.shape=\(16, 4, 1, 16\)"),
     ]

@@ -1,4 +1,4 @@
-"""The names of an engine's adapters. They may change while the engine runs."""
+"""Assigns names to an engine's adapter slots. The assignment may change while the engine runs."""
 
 import asyncio
 import collections
@@ -10,18 +10,18 @@ from lib.api_error import ApiError
 
 
 class AdapterSlots:
-    """Which of the engine's adapters has which name.
+    """The adapter slots of an engine by name.
 
-    An adapter that is unloaded loses its name at once. Its slot is free when the last request that uses it has ended.
+    An unloaded adapter loses its name at once. Its slot becomes free when the last request that uses it has ended.
 
     Args:
-        names: of the first adapters.
-        num_empty: slots after these.
-        write: returns the engine's weights with other factors in a slot.
+        names: names of the adapters in the first slots.
+        num_empty: number of empty slots after these.
+        write: writes an adapter's factors to a slot, and returns the engine's new weights.
 
     Attributes:
-        slots: the number of each named adapter in the engine.
-        lock: held while a slot is written: each write begins with all weights of the one before.
+        slots: slot of each named adapter.
+        lock: held during a write, because each write starts from the weights of the previous one.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class AdapterSlots:
 
     @contextlib.contextmanager
     def using(self, slot: int | None) -> Iterator[None]:
-        """Around a request with this adapter; None: without one."""
+        """Marks the slot as in use during a request. None: the request uses no adapter."""
         if slot is None:
             yield
             return
@@ -49,7 +49,7 @@ class AdapterSlots:
             self._users[slot] -= 1
 
     def find_free(self) -> int:
-        """A slot that no request uses. Raises `ApiError`."""
+        """Returns a slot without a name that no request uses. Raises `ApiError`."""
         unnamed = set(range(self._num_slots)) - set(self.slots.values())
         if not unnamed:
             message = f"All {self._num_slots} adapters are loaded: unload one, or start the server with more "

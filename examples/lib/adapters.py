@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format, and their place in the layers of llama.py."""
+"""Reads LoRA adapters in PEFT's format and applies them to the layers of llama.py."""
 
 import re
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ from lib.fields import Fields, read_json
 from lib.llama import Llama
 from lib.llama_config import LlamaConfig, parts_of
 
-# Fields of a config that change results: only these values are plain LoRA. The other values of init_lora_weights start
-# from changed weights of the model.
+# Fields of a config that change results, with the values of plain LoRA. Other values of init_lora_weights change the
+# model's own weights.
 PLAIN = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM",),
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),
 }
-# Fields with any value: they are read here, their result is in the tensors, or they change none. Any other field is
-# refused by name unless it is null, false or empty.
+# Fields that may have any value: they are read here, are already part of the tensors, or have no effect. Any other
+# field is refused by name unless it is null, false or empty.
 READ = "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"
 TARGETS = "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "ensure_weight_tying"
 TRAINING = "lora_dropout", "inference_mode", "eva_config", "corda_config", "loftq_config", "lora_ga_config"
@@ -42,7 +42,7 @@ Factors = dict[str, tuple[np.ndarray, np.ndarray]]  # by the layer's name: [rank
 
 
 def read_adapter(folder: Path) -> Factors:
-    """The adapter's factors by the names of the layers, its scaling in the second. Raises `CheckpointError`."""
+    """Reads an adapter's factors by layer name. The scaling is part of the second factor. Raises `CheckpointError`."""
     from lib.weight_files import plain_name, read_safetensors  # extra "examples"
 
     try:
@@ -77,7 +77,7 @@ def _check_plain(config: Fields) -> None:
 
 
 def _scale(config: Fields, layer: str) -> tuple[int, float]:
-    """A layer's rank and scale. As in PEFT, a pattern's first key that matches the end of its name overrides them."""
+    """A layer's rank and scale. As in PEFT, the first pattern that matches the end of its name overrides them."""
 
     def pattern(name: str) -> Fields:
         patterns = Fields(config.get(name, {}))
@@ -92,7 +92,7 @@ def _scale(config: Fields, layer: str) -> tuple[int, float]:
 class AdaptedLinear(nnx.Module):
     """A linear layer with adapters for its parts. Each token uses one adapter or none.
 
-    `ids` are set before each use, int32 `[tokens]`; -1: no adapter.
+    `ids`, int32 `[tokens]`, is set before each call: the adapter of each token, -1 for none.
     """
 
     def __init__(self, linear: Any, parts: dict[str, int], *, num_slots: int, rank: int, dtype: DTypeLike):
@@ -122,7 +122,7 @@ def adapt(
 ) -> None:
     """Wraps the layers that any of the adapters changes. Raises `CheckpointError`.
 
-    With `num_empty` more slots of `most_rank`, which `replace_adapter` fills, every layer can be adapted.
+    `num_empty` adds slots of rank `most_rank`, which `replace_adapter` fills later; every layer is then wrapped.
     """
     adapted = {name for factors in adapters for name in factors}
     ranks = [len(a) for factors in adapters for a, _ in factors.values()]
@@ -146,7 +146,7 @@ def _shape(linear: Any) -> tuple[int, ...]:
 
 
 def replace_adapter(model: Llama, slot: int, factors: Factors) -> nnx.State:
-    """The weights with another adapter in a slot; the model has them too. Raises `CheckpointError`."""
+    """Writes another adapter to a slot of the model. Returns the model's weights. Raises `CheckpointError`."""
     left, changed = dict(factors), []
     for module in _adapted(model):
         for name, *params in zip(module.names, module.a, module.b, strict=True):

@@ -1,10 +1,10 @@
-"""A refusal in OpenAI's form."""
+"""An error response in OpenAI's format."""
 
 from typing import Any
 
 
 class ApiError(Exception):
-    """A refusal: one sentence for the client."""
+    """A refused request. The message is one sentence for the client."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: int = 0

@@ -1,4 +1,4 @@
-"""The application: its paths, and what errors are answered with."""
+"""The web application: its routes, and the responses to errors."""
 
 import asyncio
 import contextlib

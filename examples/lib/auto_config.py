@@ -1,7 +1,7 @@
-"""The config of a Hugging Face folder as transformers reads it, with the defaults of its family.
+"""Reads config.json of a Hugging Face folder with transformers, which adds the defaults of the model's family.
 
-transformers accepts fields that it does not know. They may change what the model computes, so here they are refused by
-name. Sizes are bounded before transformers calculates with them.
+transformers accepts unknown fields. They may change the model's results, so they are refused here by name. Sizes are
+bounded before transformers computes with them.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ REAL = (
     | dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), FACTORS)
     | dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim"), FACTORS)
 )
-# Fields with one value that llama.py computes, or that changes nothing: in any family, and in one.
+# Fields with a single supported value, for all families and for one.
 ONLY = {
     "partial_rotary_factor": 1.0,
     "use_bidirectional_attention": False,
@@ -77,7 +77,7 @@ READ_TOO = {
     "gemma3_text": ("rope_local_base_freq", "sliding_window_pattern"),
     "deepseek_v3": ("head_dim",),
 }
-# Fields without effect on results: about files and training, and copies of others.
+# Fields without effect on results: about files or training, or copies of other fields.
 HARMLESS = {
     *("model_type", "auto_map", "torch_dtype", "quantization_config", "tokenizer_class", "transformers.js_config"),
     *("torchscript", "use_bfloat16", "tf_legacy_loss", "num_labels", "attn_implementation", "use_return_dict"),
@@ -98,7 +98,7 @@ LAYER_KINDS = "sliding_attention", "full_attention"
 
 
 def read_auto_config(fields: Fields) -> Fields:
-    """All fields of a config.json with their defaults; if the model also reads images, its language model's fields.
+    """All fields of a config.json with their defaults. For a model that also reads images, its language model's fields.
 
     Raises `KeyError` if a field is missing, `ValueError` if one is wrong or unknown.
     """
@@ -119,7 +119,7 @@ def read_auto_config(fields: Fields) -> Fields:
         num_layers = fields.get("num_hidden_layers")
         if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in LAYER_KINDS for kind in kinds):
             raise ValueError(f"layer_types must be {num_layers} of {', '.join(LAYER_KINDS)}; got {str(kinds)[:60]}")
-    # A flag that is null is missing; a number that is null may be a setting.
+    # null means missing for a flag, but may be a setting for a number.
     known = {name: value for name, value in fields.values.items() if name in declared or name in undeclared}
     read = {name: value for name, value in known.items() if value is not None or declared.get(name, bool) is not bool}
     for name in ("rope_parameters", "rope_scaling"):

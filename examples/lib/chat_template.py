@@ -1,8 +1,9 @@
-"""Renders the chat template of a checkpoint, a program that comes with the weights, in a process of its own.
+"""Renders the chat template of a checkpoint in a separate process, since the template is an untrusted program.
 
-transformers renders, in Jinja's sandbox, which protects the machine. Limits of the process bound processor time and
-memory of each request: nothing inside a Python process can stop `{{ 9**9**9 }}`. This file is also the process's
-program: it reads JSON objects from stdin, first the template, then requests, and writes an answer to each, one a line.
+transformers renders it in Jinja's sandbox, which protects the machine. Process limits bound the CPU time and memory of
+each request, because nothing inside a Python process can stop `{{ 9**9**9 }}`. This file is also the program of that
+process. It reads JSON objects from stdin, one per line, first the template and then requests, and answers each request
+with one line.
 """
 
 import contextlib
@@ -22,14 +23,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-NUM_PROCESSES = 2  # so that one slow conversation does not keep all others waiting
-MOST_SECONDS = 10  # processor time
-MOST_SECONDS_OF_WAITING = 60  # for a process, and for its answer
+NUM_PROCESSES = 2  # so that a slow conversation does not block all others
+MOST_SECONDS = 10  # CPU time per request
+MOST_SECONDS_OF_WAITING = 60  # for a free process, and for its answer
 MOST_BYTES = 2**29
-MOST_CHARACTERS = 2**20  # that a template adds to a request
+MOST_CHARACTERS = 2**20  # that a template may add to a request
 MARK_START, MARK_END = "\U000f0000", "\U000f0001"  # around a control token that is spelled in a conversation
 
-Conversation = list[dict[str, Any]]  # messages, with any fields that the template knows
+Conversation = list[dict[str, Any]]  # messages with any fields
 
 
 class ChatTemplateError(Exception):
@@ -41,13 +42,14 @@ class RendererBusyError(Exception):
 
 
 class ChatTemplate:
-    """Renders conversations, also from several threads at once. The processes start when they are needed, and end with
-    this object or with the program, however it ends.
+    """Renders conversations. May be used from several threads at once.
+
+    The processes start on demand, and end with this object or with the program, however it ends.
 
     Args:
-        template: several have names: "tool_use" is for a conversation with tools, "default" for the others.
+        template: the template, or named templates: "tool_use" for conversations with tools, "default" for others.
         special_tokens: variables of the template.
-        added_tokens: all tokens that text is not merged into, and whether they are special.
+        added_tokens: tokens that are matched before any merges, and whether each is special.
     """
 
     def __init__(self, template: str | dict[str, str], special_tokens: dict[str, Any], added_tokens: dict[str, bool]):
@@ -55,7 +57,7 @@ class ChatTemplate:
             raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
         setup = {"template": template, "special_tokens": special_tokens, "added_tokens": added_tokens}
         self._setup = json.dumps(setup)
-        # The last one used comes first, so that a second one starts only when it is needed.
+        # Last in, first out, so that the second process starts only when it is needed.
         self._free: queue.LifoQueue[subprocess.Popen[str] | None] = queue.LifoQueue()
         for _ in range(NUM_PROCESSES):
             self._free.put(None)
@@ -71,11 +73,11 @@ class ChatTemplate:
         chat_template_kwargs: dict[str, Any] | None = None,
         allow_control_tokens: bool = False,
     ) -> list[str]:
-        """The text of each conversation, up to where the answer begins.
+        """The text of each conversation, up to the beginning of the answer.
 
-        With `continue_final_message` the answer continues the last message. `chat_template_kwargs` are more variables
-        for the template. Unless allowed, a control token that the conversation spells is between `MARK_START` and
-        `MARK_END` there. If the template cuts it off from one of them, that one remains by itself.
+        With `continue_final_message` the answer continues the last message. `chat_template_kwargs` are extra variables
+        for the template. Unless control tokens are allowed, one that the conversation spells is put between
+        `MARK_START` and `MARK_END`. If the template separates it from a mark, the mark remains alone.
 
         Raises:
             ChatTemplateError: the template refuses the conversation, or fails.
@@ -100,7 +102,7 @@ class ChatTemplate:
                 process = _start(self._setup)
             answer = _ask(process, json.dumps(request))
         except BaseException:
-            # A late answer would be read as the next request's.
+            # A late answer would be read as the answer to the next request.
             _end(process)
             self._free.put(None)
             raise
@@ -111,7 +113,7 @@ class ChatTemplate:
 
 
 def _start(setup: str) -> subprocess.Popen[str]:
-    # In a process group of its own, since Ctrl-C may only ask a server to finish.
+    # In its own process group, because Ctrl-C must not end it while a server drains.
     process = subprocess.Popen(
         [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
     )
@@ -136,7 +138,7 @@ def _ask(process: subprocess.Popen[str], request: str) -> dict[str, Any]:
 
 def _send(process: subprocess.Popen[str], line: str) -> None:
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended, as the next read shows
+    with contextlib.suppress(BrokenPipeError):  # the process has ended; the next read reports it
         print(line, file=process.stdin, flush=True)
 
 
@@ -152,9 +154,9 @@ def _end_all(free: "queue.LifoQueue[subprocess.Popen[str] | None]") -> None:
 
 
 def main() -> None:
-    """The process."""
+    """The program of the process."""
     setup = json.loads(sys.stdin.readline())
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it advises on stderr to install PyTorch
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # otherwise it recommends PyTorch on stderr
     import transformers.utils.chat_template_utils  # noqa: F401 (its memory does not count)
 
     with contextlib.suppress(OSError, ValueError):  # macOS has no such limit
@@ -184,7 +186,7 @@ def _render(setup: dict[str, Any], request: dict[str, Any], size: int) -> list[s
     if not request["allow_control_tokens"]:
         inputs = _marked(inputs, _control_tokens(setup["added_tokens"], template))
     inputs["conversations"] = [
-        # As transformers does: OpenAI's API has fields that are null, templates expect them to be absent.
+        # As in transformers: OpenAI's API has null fields, which templates expect to be absent.
         [{name: value for name, value in message.items() if value is not None} for message in messages]
         for messages in inputs["conversations"]
     ]
@@ -195,7 +197,7 @@ def _render(setup: dict[str, Any], request: dict[str, Any], size: int) -> list[s
         chat_template=template,
         continue_final_message=continues,
         add_generation_prompt=not continues,
-        return_assistant_tokens_mask=False,  # named here, so that no request sets it
+        return_assistant_tokens_mask=False,  # set here, so that a request cannot set it
     )
     return [_checked(text, size) for text in rendered[0]]
 
@@ -203,20 +205,20 @@ def _render(setup: dict[str, Any], request: dict[str, Any], size: int) -> list[s
 def _checked(text: str, request_size: int) -> str:
     if len(text) > request_size + MOST_CHARACTERS:
         raise ValueError(f"it makes {len(text)} characters of a request of {request_size}")
-    text.encode()  # raises if it holds half of a surrogate pair
+    text.encode()  # raises for half of a surrogate pair
     for mark in MARK_START, MARK_END:
         text = text.replace(json.dumps(mark)[1:-1], mark)  # as tojson(ensure_ascii=true) writes it
     return text
 
 
 def _control_tokens(added_tokens: dict[str, bool], template: str) -> re.Pattern[str]:
-    """The special tokens, and added ones that the template writes, but no white space."""
+    """Matches special tokens, and added tokens that the template contains, except white space."""
     control = [t for t, is_special in added_tokens.items() if is_special or (t in template and not t.isspace())]
     return re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or "(?!)")
 
 
 def _marked(value: Any, control_tokens: re.Pattern[str]) -> Any:
-    """The value with its control tokens marked, also in names, which templates may write as JSON."""
+    """The value with all control tokens marked, even in keys, which templates may write as JSON."""
     if isinstance(value, dict):
         return {_marked(name, control_tokens): _marked(each, control_tokens) for name, each in value.items()}
     if isinstance(value, list):

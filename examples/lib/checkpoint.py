@@ -1,4 +1,4 @@
-"""A checkpoint: its config, tokenizer and weights. `gguf_file.py` and `hugging_face.py` read the two forms."""
+"""Loads a checkpoint: config, tokenizer and weights. `gguf_file.py` and `hugging_face.py` read the two formats."""
 
 import dataclasses
 import importlib.util
@@ -17,7 +17,7 @@ from lib.llama import Llama
 from lib.llama_config import LlamaConfig, parts_of
 from lib.tokenizer import Tokenizer
 
-# Read when transformers is imported, which would otherwise advise on stderr to install PyTorch.
+# Read when transformers is imported, which would otherwise recommend PyTorch on stderr.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 # Errors that reading a broken file can raise.
 READ_ERRORS = (
@@ -56,7 +56,7 @@ def default_path() -> Path:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """A path that does not exist may be a name on the Hugging Face hub, such as Qwen/Qwen3-0.6B.
+    """Reads a file, a folder, or a name on the Hugging Face hub, such as Qwen/Qwen3-0.6B.
 
     Raises `CheckpointError` for a checkpoint that is missing, broken, or of an unknown family.
     """
@@ -84,7 +84,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def _check(checkpoint: Checkpoint) -> None:
-    """Raises `ValueError` if valid fields do not fit together."""
+    """Raises `ValueError` if fields contradict each other."""
     config = checkpoint.config
     if config.num_heads % config.num_kv_heads:
         raise ValueError(f"{config.num_heads} heads do not go evenly to {config.num_kv_heads} KV heads")

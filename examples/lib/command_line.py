@@ -1,4 +1,4 @@
-"""The command lines of the examples: the model, the prompts, sampling, messages, exit codes."""
+"""Shared parts of the examples' command lines: model, prompts, sampling, messages and exit codes."""
 
 import argparse
 import contextlib
@@ -111,7 +111,7 @@ def add_generation_config(parser: argparse.ArgumentParser) -> None:
 
 
 def read_sampling_defaults(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, float]:
-    """The model's sampling defaults, unless --generation-config is none. Reports them."""
+    """The model's sampling defaults, unless --generation-config is none. Prints them."""
     if args.generation_config == "none" or not checkpoint.sampling_defaults:
         return {}
     values = ", ".join(f"{name} {value:g}" for name, value in checkpoint.sampling_defaults.items())
@@ -132,7 +132,10 @@ def read_sampling(args: argparse.Namespace, checkpoint: Checkpoint) -> Sampling:
 
 
 def read_request(args: argparse.Namespace, *, prefix: str = "") -> Request:
-    """Raises `RequestError` or `CheckpointError`. The prefix is put before each text."""
+    """Reads the checkpoint and the prompts. `prefix` is put before each text.
+
+    Raises `RequestError` or `CheckpointError`.
+    """
     texts = read_prompts(args)
     checkpoint = read_checkpoint(args.model or default_path())
     return Request(checkpoint, texts, encode_prompts([prefix + text for text in texts], checkpoint, args))
@@ -251,11 +254,11 @@ def dtype_name(text: str) -> str:
 
 
 def matmul_precision(args: argparse.Namespace) -> contextlib.AbstractContextManager:
-    """With float32, products are in float32 on a GPU too, not in TF32."""
+    """With --dtype float32, matrix products on a GPU use float32 instead of TF32."""
     return jax.default_matmul_precision("highest" if args.dtype == "float32" else "default")
 
 
-# A script from start to end.
+# Running a script.
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
@@ -283,7 +286,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 
 
 def exit_code(main: Callable[..., int | None], *arguments: Any) -> int | str | None:
-    """The result of `main`; or 2, with one sentence on stderr, if it refuses the request."""
+    """The result of `main`, or 2 if it refuses the request, with one sentence on stderr."""
     try:
         return main(*arguments)
     except (RequestError, CheckpointError, ChatTemplateError, RendererBusyError, PoolError, DevicesError) as error:
@@ -301,7 +304,7 @@ def script() -> str:
 
 
 def keep_compiled_programs() -> None:
-    """Caches compiled programs in the user's cache folder. JAX_COMPILATION_CACHE_DIR replaces it; empty: none."""
+    """Caches compiled programs in the user's cache folder. JAX_COMPILATION_CACHE_DIR overrides it; empty: no cache."""
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxpaged" / "compiled"
@@ -313,7 +316,7 @@ def keep_compiled_programs() -> None:
 def end_on_interrupt() -> None:
     """Ctrl-C ends the process with 130 at once.
 
-    Python raises KeyboardInterrupt only when a call of XLA returns, and one call may be all of decoding. So a thread
+    Python raises KeyboardInterrupt only after a call of XLA returns, and one call may decode everything. So a thread
     waits for the byte that Python writes when the signal arrives.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -1,4 +1,5 @@
-"""The routes that generate: a request is read, sent to the engine's thread, and answered whole or as a stream."""
+"""The routes that generate text. Each reads a request, sends it to the engine's thread, and answers it at once or as a
+stream."""
 
 import asyncio
 import contextlib
@@ -71,7 +72,7 @@ def encode_conversation(service: Service, conversation: dict[str, Any]) -> list[
 
 
 def num_new(service: Service, ask: Ask, prompt: list[int]) -> int:
-    """The most new tokens of a prompt; at least one, which the engine makes for an echo too. Raises `ApiError`."""
+    """Maximum number of new tokens; at least one, which the engine generates even for an echo. Raises `ApiError`."""
     if not prompt:
         raise ApiError(400, "The prompt holds no token.", param="prompt")
     most, name = service.max_model_len, "messages" if ask.is_chat else "prompt"
@@ -85,7 +86,7 @@ def num_new(service: Service, ask: Ask, prompt: list[int]) -> int:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. `on_end` is always called in the end, even if the client leaves."""
+    """Streams server-sent events. `on_end` is always called at the end, even if the client disconnects."""
 
     def __init__(self, content: AsyncIterator[str], *, on_end: Callable[[], None]):
         super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -110,9 +111,9 @@ async def events(answer: Answer) -> AsyncIterator[str]:
 
 
 async def unless_gone[Result](request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of the work. Cancels it and raises `ClientDisconnect` if the client leaves."""
+    """Awaits the work. If the client disconnects, cancels it and raises `ClientDisconnect`."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(request.receive())  # the body was read, so this can only be the end
+    gone = asyncio.ensure_future(request.receive())  # the body was read, so this can only be a disconnect
     try:
         await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():

@@ -1,4 +1,4 @@
-"""The model of llama.py in a `jaxpaged.Engine`: its layers over packed tokens, its head, and an engine for it."""
+"""Creates a `jaxpaged.Engine` for the model of llama.py."""
 
 import dataclasses
 import functools
@@ -31,10 +31,10 @@ def create_engine(
     num_blocks: int | None = None,
     mesh: Mesh | None = None,
 ) -> jaxpaged.Engine:
-    """An engine for the model, whose weights are `nnx.state(model)`.
+    """Creates an engine for the model. Its weights are `nnx.state(model)`.
 
-    `num_blocks` None: enough for `max_num_seqs` requests of `max_model_len`, which `options` must then name. `mesh`:
-    the mesh of a model that tensor_parallel.py has sharded.
+    With `num_blocks=None` the pool has room for `max_num_seqs` requests of `max_model_len` tokens, which `options` must
+    then set. `mesh` is the mesh of a model that tensor_parallel.py has sharded.
     """
     graph, weights = nnx.split(model)
     groups = jaxpaged.layer_groups(layer_windows(config))

@@ -1,4 +1,4 @@
-"""The counts of an engine and the times of completions, in Prometheus' text format."""
+"""Counters of an engine and latencies of completions, in Prometheus' text format."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ from lib.command_line import say
 from lib.engine_thread import EngineThread
 
 REPORT_SECONDS = 10
-# Names and buckets are vLLM's, so that its dashboards draw them.
+# Names and buckets are vLLM's, so that its dashboards work.
 FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -26,11 +26,11 @@ REQUEST_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0),
     *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-prometheus_client.disable_created_metrics()  # a series more for each histogram
+prometheus_client.disable_created_metrics()  # one more series per histogram
 
 
 class Metrics(Collector):
-    """Counts as they are when they are read, and histograms that `CompletionTimes` fills."""
+    """Counters with their current values, and histograms that `CompletionTimes` fills."""
 
     def __init__(self, engine: EngineThread, model: str):
         self._engine, self._registry = engine, prometheus_client.CollectorRegistry()
@@ -83,14 +83,14 @@ class Metrics(Collector):
 
 
 class CompletionTimes:
-    """Fills the histograms with the times of one completion."""
+    """Adds the latencies of one completion to the histograms."""
 
     def __init__(self, metrics: Metrics, begin: float):
         self._metrics, self._begin = metrics, begin
         self._num_tokens, self._first, self._last = 0, 0.0, 0.0
 
     def add(self, num_tokens: int) -> None:
-        """So many new tokens are there."""
+        """Records the arrival of new tokens."""
         now = time.perf_counter()
         if self._num_tokens == 0:
             self._metrics.first_token.observe(now - self._begin)
@@ -110,7 +110,7 @@ def num_waiting(engine: EngineThread) -> int:
 
 
 async def report_work(engine: EngineThread) -> None:
-    """Prints a line every ten seconds while there is work."""
+    """Prints a line every ten seconds while requests run."""
     before = engine.stats.num_generated
     while True:
         await asyncio.sleep(REPORT_SECONDS)

@@ -1,10 +1,10 @@
-"""A thread that owns an `Engine`, for the coroutines of an event loop.
+"""Runs an `Engine` in its own thread, for the coroutines of an event loop.
 
 Requests reach the thread through a queue, and outputs return through `call_soon_threadsafe`. The event loop never waits
-for a step of the model, and only one thread ever calls the engine.
+for a step of the model, and only this thread calls the engine.
 
-Both threads need Python's lock. So that texts for many clients do not keep the engine from sending its next slice in
-time, streams get several tokens at once while the event loop is busy.
+Both threads need Python's lock. While the event loop is busy, streams get several tokens at once, so that output for
+many clients does not delay the engine's next slice.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from jaxpaged import Engine, EngineStats, RequestOutput, SamplingParams
 
 Request = tuple[list[int], SamplingParams]
 
-LOOP_SHARE = 0.15  # a share of the time: if the event loop works for more of it, outputs wait
-MOST_HELD_SECONDS = 0.2  # but no longer than this
+LOOP_SHARE = 0.15  # outputs wait if the event loop works for more than this fraction of the time
+MOST_HELD_SECONDS = 0.2  # maximum wait of an output
 
 
 class QueueFullError(Exception):
@@ -39,16 +39,16 @@ class EngineFailedError(Exception):
 
 @dataclasses.dataclass(eq=False)
 class Generation:
-    """Requests that one client made together.
+    """Requests that one client sent together.
 
     Attributes:
-        unfinished: how many completions of each request the engine has not finished; one number for all before `start`.
+        unfinished: number of unfinished completions of each request; before `start` one number for all.
         requests: prompts and parameters; empty before `start`.
-        unread: each request's latest output that `outputs` has not read. A slow reader holds one output, not all.
+        unread: latest output of each request that `outputs` has not read, so that a slow reader holds only one.
         has_unread: set when there is unread output or a failure.
-        reported: the requests that have had output.
+        reported: requests that have had output.
         failure: the error that ended the engine.
-        request_ids: the engine's ids; only for its thread.
+        request_ids: the engine's request ids, used only by its thread.
     """
 
     unfinished: list[int]
@@ -60,7 +60,7 @@ class Generation:
     request_ids: list[int] = dataclasses.field(default_factory=list)
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """Yields the index of a request that has new output, and its output so far. Ends with the last request.
+        """Yields the index of each request with new output, and its output so far. Ends after the last request.
 
         Raises:
             EngineFailedError: the engine failed.
@@ -77,7 +77,7 @@ class Generation:
                 yield index, output
 
     def put(self, index: int, output: RequestOutput) -> None:
-        """For `outputs` to read."""
+        """Stores an output for `outputs`."""
         self.unread[index] = output
         self.reported.add(index)
         self.has_unread.set()
@@ -88,19 +88,18 @@ class Generation:
 
 
 class EngineThread:
-    """Runs an engine in its own thread while the event loop that entered `running()` goes on.
+    """Runs an engine in its own thread, within `running()`.
 
-    `_run`, `_add`, `_abort` and the messages of the inbox run in the thread; everything else runs in the
-    event loop.
+    `_run`, `_add`, `_abort` and the inbox messages run in the thread; everything else runs in the event loop.
 
     Attributes:
-        most_completions: the most that may be under way at once.
-        stats: the engine's, after its last step.
-        finished: completions by their finish reason.
-        num_refused: generations refused because too many completions were under way.
+        most_completions: maximum number of completions under way at once.
+        stats: the engine's statistics after its last step.
+        finished: number of completions by finish reason.
+        num_refused: number of generations refused because too many completions were under way.
         is_draining: whether new requests are refused.
         failure: the error that ended the engine.
-        on_failure: is called when it does.
+        on_failure: called when the engine fails.
     """
 
     def __init__(self, engine: Engine, *, most_completions: int):
@@ -118,12 +117,12 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # None: the end
         self._askers: dict[int, tuple[Generation, int]] = {}  # by the engine's request id; only for the thread
         self._held: dict[tuple[Generation, int], RequestOutput] = {}  # outputs to be put
-        self._timer: asyncio.TimerHandle | None = None  # when they will be
+        self._timer: asyncio.TimerHandle | None = None  # delivers them
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         self._loop = asyncio.get_running_loop()
-        # The event loop's work and the time, at the last delivery.
+        # The event loop's working time and the clock at the last delivery.
         self._worked, self._since = time.thread_time(), time.monotonic()
         self._engine.on_slice_end = functools.partial(self._inbox.put, lambda: None)  # wakes the thread
         with ThreadPoolExecutor(1, thread_name_prefix="engine") as threads:
@@ -137,11 +136,11 @@ class EngineThread:
 
     @property
     def num_open(self) -> int:
-        """Completions under way, waiting ones included."""
+        """Number of completions under way, including waiting ones."""
         return sum(sum(generation.unfinished) for generation in self._open)
 
     def open(self, num_completions: int) -> Generation:
-        """Reserves places for the completions. The caller must call `close` in the end, whatever happens.
+        """Reserves places for completions. The caller must call `close` at the end, even after an error.
 
         Raises:
             QueueFullError: too many completions are under way.
@@ -161,7 +160,7 @@ class EngineThread:
         """Sends the requests to the engine.
 
         Raises:
-            DrainingError: draining took too long, and the places are gone.
+            DrainingError: draining exceeded its time, and the places were released.
         """
         if generation not in self._open:
             raise DrainingError
@@ -169,18 +168,18 @@ class EngineThread:
         self._inbox.put(functools.partial(self._add, generation))
 
     def close(self, generation: Generation) -> None:
-        """Ends what is left of a generation. Its blocks are free within two slices, then its places."""
+        """Aborts the rest of a generation. Its blocks are freed within two slices, and then its places."""
         if not generation.requests:
             self._forget(generation)
         elif generation in self._open:
             self._inbox.put(functools.partial(self._abort, generation))
 
     def end(self, generation: Generation, index: int, completion: int) -> None:
-        """Ends one completion of the request with this index; the others go on."""
+        """Aborts one completion of the request with this index; the others continue."""
         self._inbox.put(lambda: self._engine.abort(generation.request_ids[index], completion))
 
     async def call[Result](self, function: Callable[[Engine], Result]) -> Result:
-        """Runs the function in the thread between two steps, and returns its result.
+        """Runs a function in the engine's thread between two steps, and returns its result.
 
         Raises:
             DrainingError: no more requests are accepted.
@@ -197,7 +196,7 @@ class EngineThread:
         return await asyncio.wrap_future(result)
 
     async def drain(self, seconds: float) -> None:
-        """Accepts no more requests and waits until none is left. After `seconds`, the rest is aborted."""
+        """Refuses new requests and waits for the running ones. After `seconds`, aborts the rest."""
         self.is_draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
@@ -207,7 +206,7 @@ class EngineThread:
             await self._idle.wait()
 
     def _deliver(self, outputs: list[tuple[Generation, int, RequestOutput]], stats: EngineStats) -> None:
-        """Takes the outputs of one step. The first and the last of a request are put at once."""
+        """Receives the outputs of one step. Delivers the first and last output of a request at once."""
         self.stats = stats
         for generation, index, output in outputs:
             if output.finished or index not in generation.reported:
@@ -221,14 +220,14 @@ class EngineThread:
             if not any(generation.unfinished):
                 self._forget(generation)
         if self._held and self._timer is None:
-            self._tell_held()
+            self._deliver_held()
 
-    def _tell_held(self) -> None:
-        """Tells what is held, now or when the event loop has rested from what it did since the last time."""
+    def _deliver_held(self) -> None:
+        """Delivers waiting outputs, at once or after the event loop has been idle long enough since the last time."""
         worked, now = time.thread_time(), time.monotonic()
         rest = min((worked - self._worked) / LOOP_SHARE, MOST_HELD_SECONDS) - (now - self._since)
         if rest > 0:
-            self._timer = self._loop.call_later(rest, self._tell_held)
+            self._timer = self._loop.call_later(rest, self._deliver_held)
             return
         self._worked, self._since, self._timer = worked, now, None
         held, self._held = self._held, {}
@@ -241,18 +240,18 @@ class EngineThread:
             self._idle.set()
 
     def _stop(self, ended: asyncio.Future[None]) -> None:
-        """The thread has ended: it was told to, or the engine raised."""
+        """Handles the end of the thread, after `running` or because the engine raised."""
         self.is_draining = True
         failure = ended.exception()
         if failure is not None:
-            self.failure = failure.__cause__ or failure  # a lost engine tells its caller to make another
+            self.failure = failure.__cause__ or failure  # the cause, without the engine's advice to create a new engine
             for generation in list(self._open):
                 generation.fail(EngineFailedError("The engine failed."))
                 self._forget(generation)
             self.on_failure()
 
     def _run(self) -> None:
-        # A step sends the slice after the one that runs. A request that comes before it is served a slice earlier.
+        # A step sends the slice after the running one. Requests that arrive before it are served one slice earlier.
         while self._do_messages():
             outputs = self._engine.step() if self._engine.has_unfinished_requests else []
             new = [(*self._askers[output.request_id], output) for output in outputs]
@@ -262,9 +261,9 @@ class EngineThread:
             self._loop.call_soon_threadsafe(self._deliver, new, self._engine.stats())
 
     def _do_messages(self) -> bool:
-        """Runs the inbox's messages until the engine needs its next step; the end of a slice is a message too.
+        """Handles inbox messages until the engine needs its next step. The end of a slice is a message too.
 
-        Returns whether to go on.
+        Returns whether to continue.
         """
         while True:
             is_idle = not self._engine.has_unfinished_requests

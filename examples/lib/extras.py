@@ -1,4 +1,4 @@
-"""The packages that the examples need: a missing one is named in one line, with its pip command."""
+"""Reports a missing optional package in one line, with its pip command."""
 
 import contextlib
 import sys
@@ -13,7 +13,7 @@ PIP |= {"gemma": "gemma", "tunix": "google-tunix"}
 
 
 def missing_extra(error: ModuleNotFoundError) -> str | None:
-    """One sentence, if the module that was not found is of an extra."""
+    """One sentence with the pip command, if the missing module belongs to an extra; otherwise None."""
     package = str(error.name).partition(".")[0]
     if package not in PIP:
         return None
@@ -22,7 +22,7 @@ def missing_extra(error: ModuleNotFoundError) -> str | None:
 
 @contextlib.contextmanager
 def imports(doc: str) -> Iterator[None]:
-    """Around the imports of a program without options, whose --help is its docstring."""
+    """Wraps the imports of optional packages in a program without options. With --help it prints `doc`."""
     if sys.modules["__main__"].__doc__ == doc and {"-h", "--help"} & set(sys.argv[1:]):
         print(doc)
         sys.exit(0)

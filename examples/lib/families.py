@@ -1,7 +1,7 @@
-"""From a Hugging Face config to one of llama.py: Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3, gpt-oss, DeepSeek V2
-and V3.
+"""Converts a Hugging Face config to a `LlamaConfig`, for Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3, gpt-oss, and
+DeepSeek V2 and V3.
 
-Values that llama.py does not compute are refused by name.
+Values that llama.py does not support are refused by name.
 """
 
 import math
@@ -12,7 +12,7 @@ from lib.auto_config import read_auto_config
 from lib.fields import MOST_LAYERS, MOST_TOKENS, Fields
 from lib.llama_config import Clipped, LatentConfig, LlamaConfig, Routing
 
-# Properties of a family without a field in its config.
+# Properties of a family that have no field in its config.
 GEMMA_MODEL = dict(use_post_norms=True, norm_plus_one=True)
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2": dict(attention_bias=True, output_bias=False),
@@ -64,7 +64,7 @@ def read_config(fields: Fields) -> LlamaConfig:
 
 
 def _check_weights(fields: Fields) -> None:
-    """Raises `ValueError` for weights that checkpoint.py cannot widen: it knows gpt-oss in MXFP4, and DeepSeek V3."""
+    """Raises `ValueError` for quantised weights that cannot be widened here; gpt-oss's MXFP4 and DeepSeek V3 can."""
     family = fields.get("model_type", None)
     method = Fields(fields.get("quantization_config", {})).get("quant_method", None)
     if method is not None and (family, method) not in (("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8")):
@@ -90,7 +90,7 @@ def _experts(fields: Fields) -> dict[str, Any]:
 
 
 def _latent(fields: Fields, factor: float) -> dict[str, Any]:
-    """DeepSeek's attention. YaRN's `mscale_all_dim` is of all logits, not only of what is rotated."""
+    """DeepSeek's attention. YaRN's `mscale_all_dim` scales all logits, not only their rotary part."""
     plain, rotary = fields.get("qk_nope_head_dim"), fields.get("qk_rope_head_dim")
     if (head_dim := fields.get("head_dim")) != rotary:
         raise ValueError(f"its head_dim is {head_dim} and its qk_rope_head_dim {rotary}; known here are equal ones")
@@ -140,9 +140,9 @@ def _routing(fields: Fields, family: str) -> Routing | None:
 
 
 def _windows(fields: Fields, family: str) -> tuple[int | None, ...] | None:
-    """Each layer's window; None: no layer has one."""
+    """Sliding window of each layer. None: no layer has one."""
     num_layers = fields.get("num_hidden_layers")
-    if family == "mistral":  # whose layers are all of one kind
+    if family == "mistral":  # all its layers are of one kind
         window = fields.get("sliding_window", None)
         return None if window is None else (window,) * num_layers
     kinds = fields.get("layer_types", ())
@@ -156,7 +156,7 @@ Frequencies = tuple[float, ...]
 
 
 def _rotary(fields: Fields, head_dim: int) -> tuple[Frequencies, Frequencies | None, float, int]:
-    """The frequencies, other ones for layers with a window if they differ, the factor of q and k, and the context."""
+    """The rotary frequencies, those for layers with a window if they differ, the factor of q and k, and the context."""
     ropes = Fields(fields.get("rope_parameters")).values
     rope = Fields(ropes.get("full_attention", ropes))
     context = fields.get("max_position_embeddings")
@@ -177,12 +177,12 @@ def _rotary(fields: Fields, head_dim: int) -> tuple[Frequencies, Frequencies | N
 
 
 def scaled_frequencies(rope: Fields, head_dim: int, context: int) -> tuple[Frequencies, float]:
-    """The frequencies, and the factor of q and k."""
+    """The rotary frequencies, and the factor of q and k."""
     kind = rope.get("rope_type")
     if rope.get("type", kind) != kind:
         raise ValueError(f"its rope_type is {kind!r} and the type next to it {rope.get('type')!r}; delete one of them")
     scaling = rope.values
-    if kind == "dynamic":  # begins past the context, which these models never leave
+    if kind == "dynamic":  # applies only past the context, which is the limit here
         scaling = scaling | {"original_max_position_embeddings": context}
     frequencies = jaxpaged.rotary_frequencies(head_dim, scaling=scaling, max_length=context)
     return frequencies, jaxpaged.rotary_attention_factor(scaling)

@@ -1,4 +1,4 @@
-"""The fields of a JSON object, each read with its type and range; anything else is refused."""
+"""Reads fields of a JSON object with a type and a range, and refuses other values."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 REQUIRED = object()
-# Upper limits of a model's sizes. All are beyond any real model, and small enough to calculate shapes with.
+# Upper limits of a model's sizes, beyond any real model but small enough to compute shapes with.
 MOST_TOKENS, MOST_FEATURES, MOST_LAYERS, MOST_HEADS, MOST_HEAD_DIM = 2**24, 2**20, 2**12, 2**12, 2**10
 THETAS = 1, 1e30
 FACTORS = 1e-3, 1e9
@@ -32,12 +32,14 @@ class FieldError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """A field that is null is missing. Raises `MissingFieldError`, a `KeyError`, and `FieldError`, a `ValueError`.
+    """A JSON object whose fields are read one by one. A null field counts as missing.
+
+    Reading raises `MissingFieldError`, a `KeyError`, or `FieldError`, a `ValueError`.
 
     Attributes:
         values: the object.
-        within: where the object is: what the paths of its fields begin with, such as "messages[0].".
-        read: the names of the fields that were read.
+        within: prefix of the paths of its fields, such as "messages[0].".
+        read: names of the fields read so far.
     """
 
     values: dict[str, Any]
@@ -80,7 +82,7 @@ class Fields:
         return value
 
     def items(self, name: str, is_item: Callable[[Any], bool], clause: str, most: float = math.inf) -> list[Any]:
-        """A list of at most `most` items, by default empty; a text is a list of one."""
+        """A list of at most `most` items, empty by default. A single text counts as a list of one."""
         value = self.get(name, [])
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, list) or len(items) > most or not all(map(is_item, items)):
@@ -88,7 +90,7 @@ class Fields:
         return items
 
     def error(self, name: str, clause: str) -> FieldError:
-        """That a field is wrong, as the clause says after the field's name."""
+        """The error for a wrong field. `clause` continues the sentence after the field's name."""
         return FieldError(f"{name} {clause}", self.within + name)
 
 

@@ -1,7 +1,7 @@
-"""A batch of sequences being generated: prefill, the decode loop, and what runs them from the host.
+"""Generates a batch of sequences: prefill, the decode loop, and the host code that runs them.
 
 Prefill is one jitted call over the ragged batch. Decoding is one `jax.jit` around `lax.while_loop`: allocate, write,
-attend, sample, stop, free, with no way back to the host until it ends.
+attend, sample, stop and free, without the host until the loop ends.
 """
 
 import dataclasses
@@ -28,27 +28,27 @@ from lib.tensor_parallel import on_mesh, replicate
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """A batch of sequences being generated."""
+    """State of a batch of sequences during generation."""
 
     caches: Caches
     allocator: jaxpaged.BlockAllocator
     keys: jax.Array  # a random key for each sequence
-    tokens: jax.Array  # int32 [seqs, max_new_tokens], generated so far
-    num_tokens: jax.Array  # int32 [seqs], how many tokens that is
-    limits: jax.Array  # int32 [seqs], how many it may become
+    tokens: jax.Array  # int32 [seqs, max_new_tokens], generated tokens
+    num_tokens: jax.Array  # int32 [seqs], number of generated tokens
+    limits: jax.Array  # int32 [seqs], maximum of num_tokens
     running: jax.Array  # bool [seqs]
-    starved: jax.Array  # bool [seqs], stopped for want of a block
-    num_cached: jax.Array  # int32 [seqs], tokens of the prompt that were found in the cache
-    peak_blocks: jax.Array  # int32 [], the most blocks held at one time
-    peak_unshared: jax.Array  # int32 [], the most that would have been held without sharing
+    starved: jax.Array  # bool [seqs], stopped because the pool had no free block
+    num_cached: jax.Array  # int32 [seqs], prompt tokens that were found in the prefix cache
+    peak_blocks: jax.Array  # int32 [], maximum number of blocks held at once
+    peak_unshared: jax.Array  # int32 [], the same without sharing
 
 
 def claim(
     state: Generation, num_tokens: jax.Array, *, q_len: int | None = None
 ) -> tuple[Generation, jax.Array, jax.Array]:
-    """Makes room for new tokens of the running sequences: the new state, their slots, and which may advance.
+    """Appends room for new tokens of the running sequences. Returns the new state, the slots, and which may advance.
 
-    A sequence that gets no block waits for one. If all of them wait, the last one stops and makes room for the others.
+    A sequence that gets no block waits for one. If all sequences wait, the last one stops and frees its blocks.
     """
     allocator, slots, ok = state.allocator.append(jnp.where(state.running, num_tokens, 0), q_len=q_len)
     advanced = state.running & ok
@@ -61,12 +61,12 @@ def claim(
 
 
 def num_entries(allocator: jaxpaged.BlockAllocator) -> jax.Array:
-    """How many blocks the sequences would hold without sharing, int32 []."""
+    """Number of blocks that the sequences would hold without sharing, int32 []."""
     return (-(-allocator.lengths // allocator.block_size)).sum(dtype=jnp.int32)
 
 
 def retire(state: Generation) -> Generation:
-    """Frees the sequences that no longer run, and keeps count of the blocks held until then."""
+    """Updates the peak counts, and frees the sequences that no longer run."""
     return dataclasses.replace(
         state,
         allocator=state.allocator.free(~state.running),
@@ -76,7 +76,7 @@ def retire(state: Generation) -> Generation:
 
 
 def extend(state: Generation, tokens: jax.Array, counts: jax.Array, eos_ids: tuple[int, ...]) -> Generation:
-    """Appends the first `counts` tokens of each row of `tokens`, int32 [seqs, n], and frees the sequences that end."""
+    """Appends the first `counts` tokens of each row of `tokens`, int32 [seqs, n]. Frees sequences that end."""
     rank = jnp.arange(tokens.shape[1])[None]
     is_eos = jnp.isin(tokens, jnp.asarray(eos_ids, jnp.int32))
     num_eos_before = jnp.cumsum(is_eos, axis=1, dtype=jnp.int32) - is_eos.astype(jnp.int32)
@@ -108,7 +108,7 @@ def prefill(
     weights: nnx.State,
     state: Generation,
     prompts: Prompts,
-    prefix: Prompts | None,  # one row, which all the prompts begin with
+    prefix: Prompts | None,  # one row, the common beginning of all prompts
     eos_ids: tuple[int, ...],
     sampling: Sampling,
 ) -> Generation:
@@ -132,9 +132,9 @@ def decode(
     num_steps: jax.Array,
     eos_ids: tuple[int, ...],
     sampling: Sampling,
-    share_reads: bool = False,  # read blocks that sequences begin with once for all of them
+    share_reads: bool = False,  # attention reads a shared prefix once for all sequences
 ) -> Generation:
-    """Up to `num_steps` more tokens for every running sequence."""
+    """Generates up to `num_steps` tokens for every running sequence."""
     model = nnx.merge(graph, weights)
 
     def go_on(carry: tuple[jax.Array, Generation]) -> jax.Array:
@@ -156,7 +156,7 @@ def decode(
 
 @dataclasses.dataclass
 class Timing:
-    """Seconds of finished calls, and the attention that prefill and decode were compiled with."""
+    """Seconds spent in each phase, and the attention implementations of prefill and decode."""
 
     compile: float = 0.0
     prefill: float = 0.0
@@ -176,9 +176,9 @@ def run_generation(
     prefix: list[int] | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[Generation, Timing]:
-    """Runs `state` to its end, calling `look` after the prefill and after every `steps_at_once` decode steps.
+    """Runs `state` to its end. Calls `look` after the prefill and after every `steps_at_once` decode steps.
 
-    A `prefix` that all prompts begin with is computed once. `mesh`: the mesh of model and state.
+    A `prefix` of all prompts is computed once. `mesh` is the mesh of model and state.
     """
     graph, weights = nnx.split(model)
     timing = Timing()

@@ -1,4 +1,4 @@
-"""Where a folder's texts end, and how they are sampled by default, as its generation_config.json says."""
+"""Reads a folder's generation_config.json: end-of-text tokens and sampling defaults."""
 
 import logging
 from pathlib import Path
@@ -9,7 +9,7 @@ from lib.checkpoint import READ_ERRORS, one_line
 from lib.fields import MOST_TOKENS, Fields, read_json
 
 FILE = "generation_config.json"
-# Fields that change the choice of tokens and are not implemented here, with their neutral values.
+# Fields that change sampling and are not implemented here, with their neutral values.
 NOT_APPLIED = {
     "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
@@ -31,7 +31,7 @@ NOT_APPLIED = {
 
 
 def read_generation_config(folder: Path) -> Fields:
-    """Its fields; none if the folder has no such file. Raises `ValueError`."""
+    """The file's fields, none if the folder has no such file. Raises `ValueError`."""
     if not (folder / FILE).is_file():
         return Fields({})
     fields = read_json(folder / FILE)
@@ -42,7 +42,7 @@ def read_generation_config(folder: Path) -> Fields:
 
 
 def sampling_defaults(generation: Fields) -> dict[str, float]:
-    """The temperature, top_p and top_k that the file sets; a temperature of 0 if `do_sample` is false."""
+    """The file's temperature, top_p and top_k. The temperature is 0 if `do_sample` is false."""
     if not generation.flag("do_sample", True):
         return {"temperature": 0.0}
     for name, neutral in NOT_APPLIED.items():
@@ -58,7 +58,7 @@ def sampling_defaults(generation: Fields) -> dict[str, float]:
 
 
 def eos_ids(config: Fields, generation: Fields, tokenizer_eos: int | None) -> tuple[int, ...]:
-    """Every end-of-text token that config.json, generation_config.json or the tokenizer names."""
+    """All end-of-text tokens of config.json, generation_config.json and the tokenizer."""
     found: dict[int, None] = {}
     for fields in (generation, config, Fields({"eos_token_id": tokenizer_eos})):
         named = fields.get("eos_token_id", [])

@@ -28,7 +28,7 @@ GGUF_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-CONTROL, USER_DEFINED = 3, 4  # kinds of tokens that text is never merged into
+CONTROL, USER_DEFINED = 3, 4  # types of tokens that are matched before any merges
 
 
 def read_gguf(path: Path) -> Checkpoint:
@@ -69,7 +69,7 @@ def read_gguf(path: Path) -> Checkpoint:
         def read() -> np.ndarray:
             values = gguf.dequantize(tensor.data, tensor.tensor_type)
             if ".attn_q." in tensor.name or ".attn_k." in tensor.name:
-                # The file interleaves the two halves that a rotation pairs; Llama's own order has them apart.
+                # The file interleaves the two halves of a head that rotary embedding pairs; Llama separates them.
                 pairs = values.reshape(-1, head_dim // 2, 2, *values.shape[1:])
                 values = pairs.swapaxes(1, 2).reshape(values.shape)
             return values
@@ -100,10 +100,10 @@ def _gguf_tokenizer(path: Path, fields: Fields) -> Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges")]
     try:
         bpe = tokenizers.models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
-    except Exception as error:  # tokenizers raises no narrower class
+    except Exception as error:  # tokenizers raises plain Exception
         raise CheckpointError(f"{path} has a broken tokenizer: {one_line(error)}.") from error
     tokenizer = tokenizers.Tokenizer(bpe)
-    # As transformers reads such a file. It ignores the field "pre": "smollm" would also cut before each digit, which
+    # Same as transformers, which ignores the field "pre". Its value "smollm" would also split before each digit, which
     # gives other tokens if two or more white-space characters precede a digit.
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""uvicorn with what it lacks here: it drains at SIGTERM, and answers half-closed clients."""
+"""uvicorn, extended: it drains on SIGTERM, and answers half-closed clients."""
 
 import asyncio
 import contextlib
@@ -22,10 +22,10 @@ PROBE_SECONDS = 1
 
 
 class Server(uvicorn.Server):
-    """Drains at SIGTERM and Ctrl-C: requests under way are finished, and new ones refused with 503.
+    """Drains on SIGTERM and Ctrl-C: running requests finish, and new ones get status 503.
 
-    The process then ends with 0. A second signal ends it at once. `on_start` is called when requests are answered and
-    signals drain.
+    The process then exits with 0. A second signal ends it at once. `on_start` is called when the server accepts
+    requests and handles signals.
     """
 
     def __init__(self, service: Service, *, drain_seconds: float, on_start: Callable[[], None] = lambda: None):
@@ -70,9 +70,9 @@ class Server(uvicorn.Server):
             await self.lifespan.shutdown()
 
     async def _drop_connections(self) -> None:
-        """Drops clients that do not read their answer or never finish their request.
+        """Disconnects clients that do not read their answer or never finish their request.
 
-        Their tasks then end as for any client that leaves; each task that uvicorn cancels would log a traceback.
+        Their tasks then end as after any disconnect. If uvicorn cancelled them, each would log a traceback.
         """
         await wait_until(lambda: self.force_exit or not self.server_state.connections, FLUSH_SECONDS)
         for connection in list(self.server_state.connections):
@@ -80,19 +80,19 @@ class Server(uvicorn.Server):
         await wait_until(lambda: not self.server_state.tasks, 1)
 
 
-async def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
-    """Returns when it is so, or after these seconds."""
+async def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    """Waits until the condition holds, for at most these seconds."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            while not is_so():
+            while not condition():
                 await asyncio.sleep(0.02)
 
 
 class Protocol(H11Protocol):
     """Answers a client that has closed only its sending side, as `nc -N` does.
 
-    A client that has left looks the same until something is sent to it. So it is sent what clients skip, over and over:
-    `100 Continue` before an answer, comments in a stream of events. If the client has closed the connection, it fails.
+    A disconnected client looks the same until something is sent to it. So the server keeps sending bytes that clients
+    ignore: `100 Continue` before an answer, comments in an event stream. To a closed connection this fails.
     """
 
     def eof_received(self) -> bool | None:  # type: ignore[override] # asyncio asks whether to keep it open

@@ -1,4 +1,5 @@
-"""A Llama in Flax NNX on modules of `jaxpaged.nnx`, and by its config a Mistral, Qwen, Gemma, gpt-oss or DeepSeek."""
+"""A Llama model in Flax NNX with the modules of `jaxpaged.nnx`. Its config also covers Mistral, Qwen, Gemma, gpt-oss
+and DeepSeek."""
 
 import dataclasses
 import functools
@@ -17,10 +18,10 @@ from lib.mlp import Linear, create_mlp, sum_over
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) in float32, then times a weight in x's dtype, as Hugging Face computes it.
+    """x / rms(x) in float32, rounded to x's dtype and then multiplied by a weight, as in Hugging Face's models.
 
-    nnx.RMSNorm multiplies by the weight before it rounds, which costs XLA two kernels on a GPU instead of one. With
-    `norm_plus_one` this one does too, because weight + 1 would lose bits in a narrow dtype.
+    nnx.RMSNorm multiplies before it rounds, for which XLA needs two kernels on a GPU instead of one. With
+    `norm_plus_one` this module does so too, because weight + 1 would lose bits in a narrow dtype.
     """
 
     def __init__(self, features: int, config: LlamaConfig, *, dtype: DTypeLike):
@@ -91,7 +92,7 @@ class Layer(nnx.Module):
     ) -> tuple[jaxpaged.KVCache, jax.Array]:
         cache, attended = self.self_attn(self.input_layernorm(x), cache, step)
         attended = sum_over(self.axis, attended)
-        if self.use_post_norms:  # the same name, but this norm is of attention's output
+        if self.use_post_norms:  # here the norm of this name applies to attention's output
             x = x + self.post_attention_layernorm(attended)
             return cache, x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
         x = x + attended
@@ -99,12 +100,12 @@ class Layer(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """Parameters are named as in a Hugging Face checkpoint, except for two fused projections in each layer.
+    """A decoder-only model. Parameters have the names of Hugging Face checkpoints, except for fused projections.
 
-    Fewer and larger products read the weights of a decode step faster; `parts_of` lists them.
+    Each layer has two of them, which `parts_of` lists: fewer and larger products are faster in a decode step.
 
-    If the config has an `axis`, it is one device's shard, for use inside `jax.shard_map`: `tensor_parallel.py` shards
-    the config and the weights.
+    If the config has an `axis`, the model is one device's shard, for use inside `jax.shard_map`. `tensor_parallel.py`
+    shards the config and the weights.
     """
 
     def __init__(self, config: LlamaConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
@@ -121,10 +122,10 @@ class Llama(nnx.Module):
     def __call__(
         self,
         tokens: jax.Array,  # int32, in the layout of the step
-        caches: Sequence[jaxpaged.KVCache],  # one a layer
+        caches: Sequence[jaxpaged.KVCache],  # one per layer
         step: jaxpaged.AttentionStep,
     ) -> tuple[tuple[jaxpaged.KVCache, ...], jax.Array]:
-        """The new caches and the last layer's output, [..., features]; `logits` applies the head."""
+        """Returns the new caches and the last layer's output, [..., features]. `logits` applies the head."""
         x = self.embed(tokens)
         new_caches = []
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -133,7 +134,7 @@ class Llama(nnx.Module):
         return tuple(new_caches), x
 
     def logits(self, x: jax.Array) -> jax.Array:  # [..., features] -> f32 [..., vocab_size]
-        # Not embed_tokens.attend: x @ embedding.T transposes the embedding at every step on a CPU.
+        # Not embed_tokens.attend: its x @ embedding.T transposes the embedding in every step on a CPU.
         head = self.embed_tokens.embedding if self.lm_head is None else self.lm_head.weight
         logits = jnp.einsum("vf,...f->...v", head[...], self.norm(x), preferred_element_type=jnp.float32)
         if self.final_soft_cap is not None:
@@ -148,7 +149,7 @@ class Llama(nnx.Module):
         """[..., features]."""
         if self.axis is None:
             x = self.embed_tokens(tokens)
-        else:  # each device has some rows, and gives zeros for the tokens of the others
+        else:  # each device has some rows, and returns zeros for all other tokens
             num_rows = self.embed_tokens.num_embeddings
             rows = tokens - jax.lax.axis_index(self.axis) * num_rows
             own = self.embed_tokens(jnp.clip(rows, 0, num_rows - 1))

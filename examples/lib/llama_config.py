@@ -1,4 +1,4 @@
-"""The configuration of a model in llama.py: its sizes, and the options of its family."""
+"""Configuration of a model in llama.py: its sizes, and the options of its family."""
 
 import dataclasses
 from typing import Any, Literal
@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 @dataclasses.dataclass(frozen=True)
 class LatentConfig:
-    """Multi-head latent attention; the model's `head_dim` is then qk_nope_head_dim. The names are DeepSeek's."""
+    """Multi-head latent attention, with DeepSeek's names. The model's `head_dim` is qk_nope_head_dim."""
 
     kv_lora_rank: int
     qk_rope_head_dim: int
@@ -23,11 +23,11 @@ class Routing:
     num_experts: int
     experts_per_token: int
     hidden_features: int  # in each expert
-    shared_features: int  # hidden ones, of all shared experts
-    first_layer: int  # the layers before it have an MLP
+    shared_features: int  # hidden features of all shared experts together
+    first_layer: int  # layers before this one have an MLP
     scoring: Literal["softmax", "sigmoid"]
-    has_bias: bool  # whether a bias is added to the scores to choose by, but not to the shares
-    num_groups: int  # the experts are grouped; a token uses only the best `groups_per_token` groups
+    has_bias: bool  # whether a bias is added to the scores for the selection, but not to the shares
+    num_groups: int  # groups of experts; a token uses only the best `groups_per_token` groups
     groups_per_token: int
     normalise: bool  # whether the shares of a token add up to `scaling`
     scaling: float
@@ -35,7 +35,7 @@ class Routing:
 
 @dataclasses.dataclass(frozen=True)
 class Clipped:
-    """gpt-oss's experts, which have biases, alternate gate and up, and clip both."""
+    """gpt-oss's experts: with biases, interleaved gate and up columns, and clipping of both."""
 
     alpha: float
     limit: float
@@ -43,10 +43,10 @@ class Clipped:
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """The defaults are Llama's; `families.py` reads which family has what."""
+    """Sizes and options of a model. The defaults are Llama's; `families.py` sets the options of other families."""
 
     vocab_size: int
-    context: int  # the most tokens of a sequence, prompt and continuation
+    context: int  # maximum tokens of a sequence, prompt and completion
     features: int
     hidden_features: int  # in the MLP, or in each expert
     num_layers: int
@@ -72,14 +72,14 @@ class LlamaConfig:
     embedding_scale: float = 1.0
     num_experts: int = 0  # 0: an MLP
     experts_per_token: int = 0
-    clipped: Clipped | None = None  # gpt-oss's form of experts
-    latent: LatentConfig | None = None  # DeepSeek's attention, and
-    routing: Routing | None = None  # its experts
+    clipped: Clipped | None = None  # gpt-oss's experts
+    latent: LatentConfig | None = None  # DeepSeek's attention
+    routing: Routing | None = None  # DeepSeek's experts
     axis: str | None = None  # the mesh axis, if the model is one device's shard
 
     @property
     def cache_sizes(self) -> dict[str, Any]:
-        """The sizes of a layer's cache: arguments of `jaxpaged.KVCache.create`."""
+        """Sizes of a layer's cache, as arguments of `jaxpaged.KVCache.create`."""
         if self.latent is None:
             return dict(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
         width = self.latent.kv_lora_rank + self.latent.qk_rope_head_dim
@@ -87,7 +87,7 @@ class LlamaConfig:
 
 
 def parts_of(name: str, outputs: int, config: LlamaConfig) -> dict[str, int]:
-    """The outputs of each projection that a module fuses, by its name in a checkpoint; of others, of itself."""
+    """Output widths by checkpoint name: of each projection that a fused module combines, or of the module itself."""
     if name == "qkv_proj":
         of_kv = config.num_kv_heads * config.head_dim
         return {"q_proj": outputs - 2 * of_kv, "k_proj": of_kv, "v_proj": of_kv}

@@ -1,4 +1,4 @@
-"""Around every request: a body of two lengths is refused, each request has an id, and is logged."""
+"""Middleware: refuses ambiguous body lengths, gives each request an id, and logs requests."""
 
 import time
 import uuid
@@ -10,8 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lib.api_error import ApiError
 from lib.command_line import say
 
-REQUEST_ID = "jaxpaged.request_id"  # in the scope of a request
-DETAILS = "jaxpaged.details"  # in the scope: a function that returns more for the log
+REQUEST_ID = "jaxpaged.request_id"  # key in the request's scope
+DETAILS = "jaxpaged.details"  # key in the scope, for a function that returns details for the log
 REQUEST_ID_HEADER = "x-request-id"
 MOST_ID_CHARACTERS = 128
 TWO_LENGTHS = JSONResponse(
@@ -20,7 +20,7 @@ TWO_LENGTHS = JSONResponse(
 
 
 def with_request_ids(app: ASGIApp, *, logs_requests: bool) -> ASGIApp:
-    """The application, whose answers have the client's x-request-id, or a new one. POST requests may be logged."""
+    """Wraps the application. Answers have the client's x-request-id or a new one. POST requests may be logged."""
 
     async def identified(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -40,7 +40,7 @@ def with_request_ids(app: ASGIApp, *, logs_requests: bool) -> ASGIApp:
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
             await send(message)
 
-        # A proxy may have read the other length.
+        # A proxy may have used the other length (request smuggling).
         answer = TWO_LENGTHS if {"content-length", "transfer-encoding"} <= set(headers) else app
         try:
             await answer(scope, receive, send_with_id)

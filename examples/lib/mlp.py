@@ -1,4 +1,4 @@
-"""The part of a layer after attention: an MLP, or a mixture of experts as in gpt-oss or DeepSeek."""
+"""The part of a layer after attention: an MLP, or the mixture of experts of gpt-oss or DeepSeek."""
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,10 @@ def sum_over(axis: str | None, x: jax.Array) -> jax.Array:
 
 
 class Linear(nnx.Module):
-    """x W^T + b, the weight [out, in] as checkpoints hold it.
+    """x W^T + b, with the weight [out, in] as in checkpoints.
 
-    nnx.Linear holds it transposed. With the few rows of x in a decode step, XLA on a CPU reads it in this order about
-    twice as fast (2 cores, float32, 1536 -> 576: 35 against 14 GB/s for 1 row, 15 against 8 for 8 rows).
+    nnx.Linear stores the transpose. For the few rows of x in a decode step, XLA on a CPU reads this order about twice
+    as fast (2 cores, float32, 1536 -> 576: 35 against 14 GB/s for 1 row, 15 against 8 GB/s for 8 rows).
     """
 
     def __init__(
@@ -47,10 +47,9 @@ class MLP(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Every expert computes every token, which is `num_experts / experts_per_token` times the necessary work.
+    """Computes every expert for every token, which is `num_experts / experts_per_token` times the necessary work.
 
-    Weights are `[experts, hidden features, features]`, which XLA multiplies as they are. Other orders it would copy in
-    each step.
+    The weights are `[experts, hidden features, features]`. XLA would copy other orders in each step.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class Experts(nnx.Module):
 
 
 class MixtureOfExperts(nnx.Module):
-    """gpt-oss: the sum of the `experts_per_token` experts with the largest logits, weighted with their softmax."""
+    """gpt-oss: the sum of the `experts_per_token` experts with the largest logits, weighted by their softmax."""
 
     def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.router = Linear(config.features, config.num_experts, use_bias=True, dtype=dtype, rngs=rngs)
@@ -103,7 +102,7 @@ class MixtureOfExperts(nnx.Module):
 
 
 class Router(nnx.Module):
-    """In float32, as the choice of experts should not depend on rounding."""
+    """Routing in float32, so that the selection of experts does not depend on rounding."""
 
     def __init__(self, routing: Routing, features: int, *, rngs: nnx.Rngs):
         initialize = nnx.initializers.normal(features**-0.5)
@@ -112,7 +111,7 @@ class Router(nnx.Module):
         self.routing = routing
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Each expert's share, f32 [..., experts] of [..., features]; 0: it is not chosen."""
+        """Share of each expert, [..., features] -> f32 [..., experts]; 0 for experts that are not selected."""
         r = self.routing
         logits = jnp.einsum("...f,ef->...e", x.astype(jnp.float32), self.weight[...])
         scores = nnx.softmax(logits) if r.scoring == "softmax" else nnx.sigmoid(logits)
@@ -131,12 +130,12 @@ class Router(nnx.Module):
 
 
 def _largest(x: jax.Array, k: int) -> jax.Array:
-    """Which are the k largest of the last axis."""
+    """Mask of the k largest numbers along the last axis."""
     return jax.nn.one_hot(jax.lax.top_k(x, k)[1], x.shape[-1], dtype=bool).any(axis=-2)
 
 
 class RoutedExperts(nnx.Module):
-    """DeepSeek: the chosen experts, weighted with their shares, and the shared experts, which are one MLP."""
+    """DeepSeek: the selected experts, weighted by their shares, plus the shared experts, which are one MLP."""
 
     def __init__(self, config: LlamaConfig, routing: Routing, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.gate = Router(routing, config.features, rngs=rngs)

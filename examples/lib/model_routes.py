@@ -1,4 +1,4 @@
-"""The routes about the model: its names, its tokenizer, its adapters."""
+"""Routes about the model: names, tokenizer and adapters."""
 
 import asyncio
 import functools
@@ -34,7 +34,7 @@ async def show_model(service: Service, request: Request) -> Response:
 
 
 def models(service: Service) -> list[dict[str, Any]]:
-    """In the form of vLLM, which adds the last three."""
+    """OpenAI's route in vLLM's format, which adds the last three fields."""
     first = service.served_names[0]
     return [
         {
@@ -51,7 +51,7 @@ def models(service: Service) -> list[dict[str, Any]]:
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    """vLLM's: the tokens of a prompt or of messages."""
+    """vLLM's route: the tokens of a prompt or of messages."""
     fields = await service.read_fields(request)
     read_model(fields, service)
     wants_texts = fields.flag("return_token_strs", False)
@@ -72,7 +72,7 @@ async def tokenize(service: Service, request: Request) -> Response:
 
 
 async def detokenize(service: Service, request: Request) -> Response:
-    """vLLM's: the text of tokens."""
+    """vLLM's route: the text of tokens."""
     fields = await service.read_fields(request)
     read_model(fields, service)
     tokens = fields.get("tokens")
@@ -84,7 +84,7 @@ async def detokenize(service: Service, request: Request) -> Response:
 
 
 async def load_adapter(service: Service, request: Request) -> Response:
-    """vLLM's: reads an adapter in PEFT's form from a folder of the server."""
+    """vLLM's route: loads an adapter in PEFT's format from a folder on the server."""
     fields, adapters, write = await service.read_fields(request), service.adapters, service.adapters.write
     assert write is not None
     name, folder = fields.text("lora_name"), Path(fields.text("lora_path"))
@@ -104,7 +104,7 @@ async def load_adapter(service: Service, request: Request) -> Response:
 
 
 async def unload_adapter(service: Service, request: Request) -> Response:
-    """vLLM's. Requests under way keep the adapter."""
+    """vLLM's route: unloads an adapter. Running requests keep it."""
     fields = await service.read_fields(request)
     name = fields.text("lora_name")
     fields.get("lora_int_id", None)
@@ -115,7 +115,7 @@ async def unload_adapter(service: Service, request: Request) -> Response:
 
 
 async def tokenizer_info(service: Service, request: Request) -> Response:
-    """vLLM's, for lm-eval: what it needs of tokenizer_config.json."""
+    """vLLM's route: the fields of tokenizer_config.json that lm-eval needs."""
     service.check_key(request)
     tokenizer = service.checkpoint.tokenizer
     names = {name: tokenizer.special_tokens.get(name) or None for name in ("bos_token", "eos_token")}

@@ -1,4 +1,4 @@
-"""The forms of OpenAI's API: what answers and the chunks of a stream look like.
+"""Formats answers and stream chunks as in OpenAI's API.
 
 https://platform.openai.com/docs/api-reference
 """
@@ -15,11 +15,11 @@ LEAST_LOGPROB = -9999.0  # for -inf and NaN, which JSON does not have
 
 
 class Answer:
-    """Makes the answer to one request: whole, or as the chunks of a stream.
+    """Creates the answer to one request: complete, or as the chunks of a stream.
 
     Args:
-        pieces: of all completions.
-        request_id: ends the answer's id.
+        pieces: pieces of all completions.
+        request_id: last part of the answer's id.
     """
 
     def __init__(self, pieces: Pieces, request_id: str):
@@ -56,7 +56,7 @@ class Answer:
         return self._head | ({"usage": None} if self._ask.includes_usage else {})
 
     def _prompt_ids(self, index: int, *, of_chat: bool) -> dict[str, Any]:
-        """vLLM has them in the choices of completions, and once for a chat."""
+        """Token ids of prompts: as in vLLM in each choice of a completion, and once for a chat."""
         if not self._ask.returns_ids or of_chat != self._ask.is_chat:
             return {}
         return {"prompt_token_ids": self._pieces.prompts[index]}
@@ -100,7 +100,7 @@ class Answer:
         return {"token": self._service.token_text(token), "logprob": _finite(logprob), "bytes": data}
 
     def _by_text(self, score: Score) -> dict[str, float | None] | None:
-        """The most likely tokens and the chosen one. Of tokens with the same text the likeliest counts."""
+        """The most likely tokens and the sampled one. Of tokens with the same text, the most likely wins."""
         if score.logprob is None:
             return None
         by_text: dict[str, float | None] = {}
@@ -114,5 +114,5 @@ def _finite(logprob: float | None) -> float | None:
 
 
 def event(value: dict[str, Any]) -> str:
-    """A server-sent event."""
+    """Formats a server-sent event."""
     return f"data: {json.dumps(value, allow_nan=False)}\n\n"

@@ -1,4 +1,4 @@
-"""The fields of requests in the APIs of OpenAI and vLLM that are not read: which change nothing, which are refused.
+"""Request fields of OpenAI's and vLLM's APIs that are not implemented: some are ignored, others refused.
 
 https://platform.openai.com/docs/api-reference
 https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html
@@ -8,12 +8,12 @@ from typing import Any
 
 from lib.fields import Fields
 
-# They change no answer, whatever their value.
+# Ignored: no value changes the answer.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 IGNORED |= {"prompt_cache_retention", "parallel_tool_calls", "request_id", "session_id", "stream_interval"}
 IGNORED |= {"spaces_between_special_tokens", "truncation_side", "return_token_offsets"}
 
-# They would change it: only these values, which change nothing, are accepted. Null is always accepted.
+# Refused unless the value is null or one of these, which do not change the answer.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -44,7 +44,7 @@ NEUTRAL_IN_CHAT: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
 }
-# The next move, where it is not to leave the field out.
+# The advice in the message, if it is not to leave the field out.
 ADVICE = {
     "response_format": 'is supported only as {"type": "text"}; ask for JSON in the prompt',
     "min_tokens": "is not supported here; ignore_eos with max_tokens gives an exact number of tokens",
@@ -56,5 +56,5 @@ def refuse_unread(fields: Fields, neutral: dict[str, tuple[Any, ...]]) -> None:
     for name, value in fields.values.items():
         if name in fields.read | IGNORED or value is None or value in neutral.get(name, ()):
             continue
-        shown = name[:100] if name.isidentifier() else repr(name[:100])  # a name may hold anything
+        shown = name[:100] if name.isidentifier() else repr(name[:100])  # a name may contain anything
         raise fields.error(shown, ADVICE.get(name, "is not supported here; leave it out"))

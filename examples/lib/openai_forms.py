@@ -1,4 +1,4 @@
-"""The forms of OpenAI's API: what a request may say.
+"""Parses requests of OpenAI's API.
 
 https://platform.openai.com/docs/api-reference
 """
@@ -13,21 +13,22 @@ from lib.openai_messages import check_unicode, read_conversation
 from lib.service import Service
 
 MOST_N, MOST_PROMPTS, MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS = 16, 64, 32, 200, 16
-USUAL_TOKENS = 16  # without max_tokens, in a completion
+USUAL_TOKENS = 16  # default of max_tokens in a completion
 
 
 class Ask:
-    """A request. Raises `ApiError`, `FieldError` and `MissingFieldError`.
+    """A parsed request. Raises `ApiError`, `FieldError` and `MissingFieldError`.
 
     Attributes:
-        model: the model's first name, or the adapter's.
-        conversation: of a chat; None in a completion.
+        model: name of the adapter, or the model's first name.
+        conversation: the conversation of a chat; None in a completion.
         prompts: texts or token ids; empty in a chat.
         is_echoed: whether an answer begins with its prompt.
-        max_tokens: None: not said. 0: only the prompts are echoed.
-        params: without `max_tokens` and the model's end-of-text tokens.
+        max_tokens: None: not set. 0: only echo the prompts.
+        params: sampling parameters, without `max_tokens` and the model's end-of-text tokens.
         stops: stop strings.
-        includes_usage: whether a stream ends with the usage; `has_usage_in_chunks`: every chunk has it.
+        includes_usage: whether a stream ends with the usage.
+        has_usage_in_chunks: whether every chunk has the usage.
         includes_stop: whether the text includes the stop string or stop token that ended it.
         returns_ids: whether the answer includes token ids.
     """
@@ -70,7 +71,7 @@ class Ask:
 
 
 def read_model(fields: Fields, service: Service) -> tuple[str, int | None]:
-    """The name and the adapter of the model that a request names, by default the first. Raises `ApiError`."""
+    """Name and adapter of the requested model, by default the first. Raises `ApiError`."""
     names, first = service.names, service.served_names[0]
     named = fields.text("model", first)
     if named not in names:
@@ -83,15 +84,15 @@ def read_model(fields: Fields, service: Service) -> tuple[str, int | None]:
 def _sampling(fields: Fields, vocab_size: int, defaults: dict[str, float]) -> dict[str, Any]:
     given = {
         "temperature": fields.real("temperature", 0, 2, 1),
-        "top_p": max(fields.real("top_p", 0, 1, 1), 1e-30),  # 0: the most likely token, as near as can be
-        "top_k": max(fields.whole("top_k", -1, vocab_size, 0), 0),  # -1: all, as 0 is
+        "top_p": max(fields.real("top_p", 0, 1, 1), 1e-30),  # 0: nearly always the most likely token
+        "top_k": max(fields.whole("top_k", -1, vocab_size, 0), 0),  # -1 and 0: all tokens
         "min_p": fields.real("min_p", 0, 1, 0),
     }
     return given | {name: value for name, value in defaults.items() if fields.get(name, None) is None}
 
 
 def _seed(fields: Fields) -> int | None:
-    """The engine's seed of 32 bits for one of 64, as clients send them."""
+    """The engine's 32-bit seed for a client's 64-bit seed."""
     return None if fields.get("seed", None) is None else fields.whole("seed", -(2**63), 2**63 - 1) % 2**32
 
 
@@ -101,7 +102,7 @@ def _max_tokens(fields: Fields, least: int, is_chat: bool) -> int | None:
 
 
 def _logprobs(fields: Fields, is_chat: bool, max_logprobs: int) -> tuple[bool, int]:
-    """Whether the request wants logprobs, and of how many of the most likely tokens."""
+    """Whether the request wants logprobs, and for how many of the most likely tokens."""
     name = "top_logprobs" if is_chat else "logprobs"
     number = fields.get(name, 0)
     if is_whole(number) and number > max_logprobs:

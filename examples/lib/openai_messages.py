@@ -1,4 +1,4 @@
-"""The conversation of a request in OpenAI's form, as a chat template reads it."""
+"""Converts the conversation of an OpenAI request to the form that chat templates read."""
 
 import contextlib
 import json
@@ -6,7 +6,7 @@ from typing import Any
 
 from lib.fields import REQUIRED, Fields
 
-# The roles of messages, and what the templates call them.
+# Roles of messages, and their names in templates.
 ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
 
 
@@ -41,7 +41,7 @@ def _objects(fields: Fields, name: str) -> list[dict[str, Any]]:
 
 
 def _read_message(message: Fields) -> dict[str, Any]:
-    """All its fields: templates read more of them than OpenAI's API has."""
+    """All fields of a message, because templates read more fields than OpenAI's API defines."""
     role = message.text("role")
     if role not in ROLES:
         raise message.error("role", f"must be one of {', '.join(ROLES)}; got {role[:60]!r}")
@@ -55,7 +55,7 @@ def _read_message(message: Fields) -> dict[str, Any]:
 
 
 def _read_call(call: Fields) -> dict[str, Any]:
-    """Its arguments as an object, as templates expect them; OpenAI's API has the JSON of it."""
+    """A tool call with its arguments as an object, as templates expect. OpenAI's API has them as JSON text."""
     function = Fields(call.get("function"), f"{call.within}function.")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):

@@ -1,4 +1,4 @@
-"""From the outputs of an engine to the pieces of an answer: text, logprobs and finish reasons."""
+"""Converts outputs of an engine to pieces of an answer: text, logprobs and finish reasons."""
 
 import dataclasses
 import itertools
@@ -17,21 +17,21 @@ from lib.text_stream import TextStream
 
 class Score(NamedTuple):
     token: int
-    logprob: float | None  # None: of a prompt's first token, which follows none
-    likely: dict[int, float]  # logprobs of the likeliest tokens instead; empty if not asked for
-    offset: int  # where the token begins in the text
+    logprob: float | None  # None for a prompt's first token
+    likely: dict[int, float]  # logprobs of the most likely tokens here; empty if not requested
+    offset: int  # where the token starts in the text
 
 
 @dataclasses.dataclass
 class Piece:
-    """The new part of a completion.
+    """A new part of a completion.
 
     Attributes:
-        index: of the completion in its answer.
-        text: after the reasoning, which only chats have.
+        index: index of the completion in its answer.
+        text: new text, without the reasoning of a chat.
         finish_reason: set in the last piece of a completion.
         token_ids: new tokens.
-        scores: of the new tokens, and before them of an echoed prompt's; empty if they were not asked for.
+        scores: scores of an echoed prompt's tokens and of the new tokens; empty if not requested.
     """
 
     index: int
@@ -53,9 +53,9 @@ class Pieces:
     """The pieces of one request's completions, as they arrive.
 
     Attributes:
-        prompts: each completion's.
-        usage: of all completions so far.
-        finish_reasons: of the completions that have ended.
+        prompts: prompt of each completion.
+        usage: token counts of all completions so far.
+        finish_reasons: finish reasons of the completions that have ended.
     """
 
     def __init__(self, service: Service, ask: Ask, generation: Generation, begin: float):
@@ -76,7 +76,7 @@ class Pieces:
     async def __aiter__(self) -> AsyncIterator[Piece]:
         async for i, output in self._generation.outputs():
             if self.ask.params.prompt_logprobs and not (output.finished or is_scored(output)):
-                continue  # another output follows, which has what this one has
+                continue  # a later output includes this one
             self._cached[i] = output.num_cached_tokens
             self.usage["prompt_tokens_details"]["cached_tokens"] = sum(self._cached)
             for k, completion in enumerate(output.outputs):
@@ -100,7 +100,7 @@ class Pieces:
                 return
 
     def describe(self) -> str:
-        """For the log."""
+        """Details for the log."""
         usage, ends = self.usage, ", ".join(self.finish_reasons) or "not finished"
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         prompt = f"{usage['prompt_tokens']} prompt tokens, {cached} of them cached"
@@ -108,10 +108,10 @@ class Pieces:
 
 
 class CompletionText:
-    """The text of one completion, and which of its tokens were read.
+    """The text of one completion as it grows.
 
     Attributes:
-        is_finished: whether the last piece was made.
+        is_finished: whether the last piece has been returned.
     """
 
     def __init__(self, service: Service, ask: Ask, prompt: list[int]):
@@ -135,8 +135,8 @@ class CompletionText:
             self._is_echo_due = False
             self._echo(piece, output)
         reason = completion.finish_reason
-        token_ids = completion.token_ids if self._ask.max_tokens != 0 else []  # the engine makes one
-        # As in vLLM, a stop token has no text, even if it is no special token.
+        token_ids = completion.token_ids if self._ask.max_tokens != 0 else []  # the engine generates one
+        # As in vLLM, a stop token has no text, even if it is not a special token.
         hides_last = reason == "stop" and not self._ask.includes_stop
         shown = token_ids[:-1] if hides_last else token_ids
         piece.reasoning, text = self._stream.extend(shown, is_last=reason is not None)
@@ -159,7 +159,7 @@ class CompletionText:
     def _echo(self, piece: Piece, output: RequestOutput) -> None:
         """The prompt, as its tokens are decoded."""
         stream = TextStream(self._tokenizer, has_offsets=self._ask.params.logprobs)
-        # A character that the prompt does not complete comes with the completion.
+        # A character that the prompt leaves incomplete is part of the completion.
         piece.text = stream.extend(self._prompt, is_last=False)
         self._num_echoed = len(piece.text)
         if output.prompt_logprobs is not None:
@@ -168,14 +168,14 @@ class CompletionText:
             piece.scores = [Score(token, logprob, others or {}, offset) for token, logprob, others, offset in scores]
 
     def _offsets(self, new: slice) -> list[int]:
-        """Where new tokens begin; a stop token without a text at the end."""
+        """Where new tokens start in the text. A stop token has no text and starts at its end."""
         offsets = [self._num_echoed + offset for offset in self._stream.offsets[new]]
         num_hidden = new.stop - new.start - len(offsets)
         return offsets + [self._num_echoed + self._num_characters] * num_hidden
 
 
 def is_scored(output: RequestOutput) -> bool:
-    """Whether all of the prompt's tokens have logprobs: the last token gets its own last."""
+    """Whether all tokens of the prompt have logprobs. The last token gets its logprob last."""
     assert output.prompt_logprobs is not None
     last = output.prompt_logprobs[-1]
     return last is None or not math.isnan(last)

@@ -1,4 +1,4 @@
-"""Writes prompts into the cache: packed, in chunks that bound the memory of their activations."""
+"""Writes prompts to the cache, packed, in chunks that bound the memory of activations."""
 
 import dataclasses
 
@@ -10,21 +10,21 @@ from jax import lax
 import jaxpaged
 from lib.llama import Llama
 
-PREFILL_CHUNK = 512  # tokens, of all prompts together
+PREFILL_CHUNK = 512  # tokens of all prompts together
 
-Caches = tuple[jaxpaged.KVCache, ...]  # one a layer
+Caches = tuple[jaxpaged.KVCache, ...]  # one per layer
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-    rows: jax.Array  # int32 [prompts, longest], each prompt at the end of its row, padding before it
-    lengths: jax.Array  # int32 [prompts]
-    chunk: int = dataclasses.field(metadata=dict(static=True))  # tokens that the model sees at once
+    rows: jax.Array  # int32 [prompts, longest], right-aligned prompts
+    lengths: jax.Array  # int32 [prompts], in tokens
+    chunk: int = dataclasses.field(metadata=dict(static=True))  # tokens per call of the model
 
 
 def pad_prompts(prompts: list[list[int]], *, num_cached: int = 0) -> Prompts:
-    """If `num_cached` tokens of each prompt are in the cache already, the chunk is no longer than the rest."""
+    """Pads prompts to one array. If `num_cached` tokens of each are already cached, the chunk is at most the rest."""
     rows = np.zeros((len(prompts), max(*map(len, prompts), 1)), np.int32)
     for row, prompt in zip(rows, prompts, strict=True):
         row[len(row) - len(prompt) :] = prompt
@@ -39,15 +39,16 @@ def write_prompts(
     allocator: jaxpaged.BlockAllocator,
     prompts: Prompts,
     *,
-    seqs: jax.Array | None = None,  # int32 [prompts], the allocator's row of each; None: the first rows
-    num_cached: jax.Array | None = None,  # int32 [prompts], first tokens that are in the cache already
+    seqs: jax.Array | None = None,  # int32 [prompts], row of each prompt in the allocator; None: the first rows
+    num_cached: jax.Array | None = None,  # int32 [prompts], number of leading tokens that are already cached
 ) -> tuple[Caches, jaxpaged.BlockAllocator, jax.Array, jax.Array]:
     """Allocates and writes the prompts, inside the caller's jit.
 
     Returns:
-        caches and allocator: the new ones.
-        logits: after each prompt's last token, f32 [prompts, vocab_size].
-        ok: bool [prompts], false if the pool had too few blocks.
+        caches: the new caches.
+        allocator: the new allocator.
+        logits: logits after each prompt's last token, f32 [prompts, vocab_size].
+        ok: bool [prompts], False if the pool had too few blocks.
     """
     num_prompts, longest = prompts.rows.shape
     seqs = jnp.arange(num_prompts) if seqs is None else seqs
@@ -55,9 +56,9 @@ def write_prompts(
     num_new = prompts.lengths - num_cached
     num_tokens = jnp.zeros_like(allocator.lengths).at[seqs].set(num_new)
     allocator, _, ok = allocator.append(num_tokens, q_len=longest)
-    # The model sees only the prompts' rows, so other rows cost nothing.
+    # A view of the prompts' rows alone, so that other rows cost nothing.
     rows = dataclasses.replace(allocator, block_tables=allocator.block_tables[seqs], lengths=allocator.lengths[seqs])
-    starts = jnp.pad(jnp.cumsum(num_new, dtype=jnp.int32), (1, 0))  # each prompt's place in the packed tokens
+    starts = jnp.pad(jnp.cumsum(num_new, dtype=jnp.int32), (1, 0))  # first packed token of each prompt
 
     def one_chunk(i: jax.Array, carry: tuple[Caches, jax.Array]) -> tuple[Caches, jax.Array]:
         caches, logits = carry
@@ -67,7 +68,7 @@ def write_prompts(
         positions = packed + (num_cached - starts[:-1])[owners]
         tokens = prompts.rows[owners, positions + (longest - prompts.lengths)[owners]]
         slots = rows.slots(owners, positions)
-        # The lengths after this chunk, whose tokens are then the newest.
+        # The lengths after this chunk, so that its tokens are the newest.
         written = num_cached + jnp.clip(end - starts[:-1], 0, num_new)
         so_far = dataclasses.replace(rows, lengths=jnp.minimum(written, rows.lengths))
         query_starts = jnp.clip(starts - begin, 0, prompts.chunk)

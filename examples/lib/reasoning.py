@@ -10,14 +10,14 @@ REASONING, CONTENT = "reasoning", "content"
 
 
 class Thoughts:
-    """<think> and </think> are around the reasoning, as in Qwen3 and DeepSeek R1. A prompt may end with the first."""
+    """Reasoning between <think> and </think>, as in Qwen3 and DeepSeek R1. The prompt may contain the first mark."""
 
     def __init__(self, begin: int, end: int):
         self.marks = {begin: REASONING, end: CONTENT}
         self._part = CONTENT
 
     def part_of(self, token_id: int) -> str | None:
-        """Reads the next token. None: it is a mark."""
+        """Reads the next token. Returns None for a mark."""
         if token_id in self.marks:
             self._part = self.marks[token_id]
             return None
@@ -25,10 +25,10 @@ class Thoughts:
 
 
 class Channels:
-    """The messages of gpt-oss: <|start|>assistant<|channel|>analysis<|message|>the text<|end|>
+    """Messages of gpt-oss: <|start|>assistant<|channel|>analysis<|message|>the text<|end|>
 
-    The channel "analysis" is reasoning. So are calls of tools, "commentary to=functions.get_weather": no user reads
-    them. https://developers.openai.com/cookbook/articles/openai-harmony
+    The channel "analysis" is reasoning. Tool calls, "commentary to=functions.get_weather", count as reasoning too,
+    because they are not for the user. https://developers.openai.com/cookbook/articles/openai-harmony
     """
 
     def __init__(self, tokenizer: Tokenizer, message: int, channel: int, *others: int):
@@ -38,7 +38,7 @@ class Channels:
         self._part = CONTENT
 
     def part_of(self, token_id: int) -> str | None:
-        """Reads the next token. None: it is a mark, or in the header of a message."""
+        """Reads the next token. Returns None for a mark, and for tokens in a message's header."""
         if token_id == self._message:
             header = self._tokenizer.decode(self._header or [], skip_special_tokens=False)
             is_reasoning = "<|channel|>analysis" in header or " to=" in header
@@ -55,7 +55,7 @@ class Channels:
 
 
 def make_splitter(tokenizer: Tokenizer) -> Thoughts | Channels | None:
-    """Chosen by the marks that the tokenizer has as tokens; None if its answers have no reasoning."""
+    """The splitter for the marks that the tokenizer has as tokens. None: the model has no reasoning."""
 
     def find(*marks: str) -> list[int] | None:
         ids = [i for mark in marks if (i := tokenizer.tokenizer.token_to_id(mark)) is not None]
@@ -69,11 +69,11 @@ def make_splitter(tokenizer: Tokenizer) -> Thoughts | Channels | None:
 
 
 class ReasoningStream:
-    """Gives reasoning and content of growing tokens piece by piece, as `TextStream` does for a text.
+    """Returns new reasoning and content of growing tokens piece by piece, as `TextStream` does for text.
 
-    The model's control tokens part the two, in the prompt too. All is content if the model has none, or `splits` is
-    false. Stop strings apply to the content alone: a reasoning may well repeat words of the question at which an answer
-    is to stop. The `options` are those of `TextStream`.
+    Control tokens of the model separate the two, including those in the prompt. Everything is content if the model has
+    none, or `splits` is False. Stop strings apply only to the content, because reasoning may quote them from the
+    question. `options` are options of `TextStream`.
 
     Attributes:
         num_tokens: tokens read so far. The last may hold a stop string and more.
@@ -107,7 +107,7 @@ class ReasoningStream:
 
     @property
     def offsets(self) -> list[int]:
-        """Where each token of the content begins; empty unless `has_offsets` is an option."""
+        """Where each token of the content starts; empty unless `has_offsets` is set."""
         return self._streams[CONTENT].offsets
 
     def extend(self, token_ids: Sequence[int], *, is_last: bool) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Choosing the next token."""
+"""Samples the next token."""
 
 import dataclasses
 
@@ -9,15 +9,15 @@ import jax.numpy as jnp
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     temperature: float = 0.0  # 0: the most likely token
-    top_k: int | None = None  # only among the k most likely
-    top_p: float = 1.0  # only among the most likely that together have this probability
+    top_k: int | None = None  # sample among the k most likely tokens
+    top_p: float = 1.0  # sample among the most likely tokens with this total probability
 
 
 def sample(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
-    """One token for each row of logits, f32 [seqs, vocab_size], with its key; int32 [seqs]."""
+    """Samples one token per row of logits, f32 [seqs, vocab_size], with the row's random key. Returns int32 [seqs]."""
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    # The largest becomes 0, so that a low temperature cannot overflow.
+    # The largest logit becomes 0, so that a low temperature cannot overflow.
     logits = (logits - logits.max(axis=-1, keepdims=True)) / max(sampling.temperature, 1e-6)
     if sampling.top_k is not None or sampling.top_p < 1:
         best_first = jnp.sort(logits, axis=-1, descending=True)

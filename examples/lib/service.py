@@ -1,4 +1,4 @@
-"""The state that the routes of the server share: the engine's thread, the model, and the options."""
+"""State that the server's routes share: the engine's thread, the model and the options."""
 
 import dataclasses
 import functools
@@ -24,13 +24,13 @@ class Service:
 
     Attributes:
         served_names: the model's names; answers have the first.
-        max_model_len: the most tokens of a request, prompt and answer together.
-        adapters: the model's.
-        max_logprobs: the engine's.
+        max_model_len: maximum tokens of a request, prompt and answer together.
+        adapters: adapter slots of the model.
+        max_logprobs: maximum number of likely tokens per token, as in the engine.
         sampling_defaults: temperature, top_p and top_k of requests that do not set them.
-        splits_reasoning: whether the answer to a chat has its reasoning apart from its content.
-        has_tokenizer_info: whether /tokenizer_info answers.
-        allowed_origins: web pages from there may send requests; "*": from anywhere.
+        splits_reasoning: whether chat answers have the reasoning in a separate field.
+        has_tokenizer_info: whether the route /tokenizer_info is enabled.
+        allowed_origins: origins of web pages that may send requests; "*": all.
         logs_requests: whether each request is logged.
     """
 
@@ -52,17 +52,17 @@ class Service:
     def __post_init__(self) -> None:
         self.created = int(time.time())
         self.metrics = Metrics(self.engine, self.served_names[0])
-        # The same tokens come again and again in logprobs.
+        # Logprobs repeat the same tokens often.
         self.token_text = functools.cache(self.checkpoint.tokenizer.token_text)
         self.token_bytes = functools.cache(self.checkpoint.tokenizer.token_bytes)
 
     @property
     def names(self) -> dict[str, int | None]:
-        """The names of the model and its adapters, for requests: None for the model itself, or an adapter's slot."""
+        """Names that requests may use, and the adapter slot of each; None for the model itself."""
         return dict.fromkeys(self.served_names) | self.adapters.slots
 
     def check_key(self, request: Request) -> None:
-        """Raises `ApiError` if the request lacks the key."""
+        """Raises `ApiError` unless the request has the API key."""
         if self.api_key is None:
             return
         scheme, _, key = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
@@ -70,9 +70,9 @@ class Service:
             raise ApiError(401, "The API key is missing or wrong.", code="invalid_api_key")
 
     async def read_fields(self, request: Request) -> Fields:
-        """The JSON object of a request that has the key. Raises `ApiError`."""
+        """Checks the API key and returns the JSON object of the body. Raises `ApiError`."""
         self.check_key(request)
-        # Also keeps out other web pages, whose scripts may not send this type across origins.
+        # This also blocks other web pages, whose scripts may not send this type across origins.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "The Content-Type must be application/json.")
         body = bytearray()
@@ -82,5 +82,5 @@ class Service:
                 raise ApiError(413, f"The body must be at most {self.max_body_bytes} bytes.")
         try:
             return Fields(json.loads(body))
-        except (ValueError, RecursionError) as error:  # also of bytes that are no UTF-8, and numbers of too many digits
+        except (ValueError, RecursionError) as error:  # also for invalid UTF-8, and numbers with too many digits
             raise ApiError(400, "The body must be a JSON object.") from error

@@ -1,4 +1,4 @@
-"""How a generation begins: a pool that its prompts fit into, caches, keys to sample with, and scales."""
+"""Sets up a generation: a pool with room for its prompts, caches, scales, and random keys."""
 
 import dataclasses
 import functools
@@ -21,8 +21,8 @@ from lib.prefill import Caches, pad_prompts
 from lib.sampling import Sampling
 from lib.tensor_parallel import create_on, replicate
 
-MOST_CACHE_BYTES = 64e9  # a larger pool is a mistake
-Granularity = Literal["token_head", "head", "tensor"]  # granularity of a quantised cache's scales
+MOST_CACHE_BYTES = 64e9  # a larger pool is probably a mistake
+Granularity = Literal["token_head", "head", "tensor"]  # scales of a quantised cache
 
 
 class PoolError(ValueError):
@@ -43,18 +43,18 @@ def start(
     num_drafted: int = 0,
     mesh: Mesh | None = None,
 ) -> Generation:
-    """An empty generation.
+    """Creates an empty generation.
 
-    `dtype` and `scale` are the cache's; `calibrate` sets its scales of a tensor or a head. The sequences share
-    `num_saved_blocks` blocks, so the pool has that many less, and each has room for `num_drafted` more tokens, which
-    are drafted and rejected. On a `mesh`, the KV heads of the caches are sharded over its axis.
+    `dtype` and `scale` are the cache's dtype and granularity; `calibrate` sets scales per tensor or head later. The
+    pool has `num_saved_blocks` blocks less, because the sequences share them. Each sequence has room for `num_drafted`
+    extra tokens, which may be drafted and rejected. On a `mesh`, the KV heads of the caches are sharded over its axis.
 
-    Raises `PoolError` if the prompts do not fit.
+    Raises `PoolError` if the prompts do not fit into the pool.
     """
     lengths = [len(prompt) for prompt in prompts]
     limits = [min(max_new_tokens, config.context - length + 1) for length in lengths]
     blocks_at_start = sum(-(-length // block_size) for length in lengths) - num_saved_blocks
-    # The last token of a sequence is never written: nothing attends to it.
+    # The last token of a sequence is never written, because nothing attends to it.
     longest = [length + limit - 1 + num_drafted for length, limit in zip(lengths, limits, strict=True)]
     blocks_at_end = [-(-length // block_size) for length in longest]
     if num_blocks is None:
@@ -62,7 +62,7 @@ def start(
     if num_blocks - 1 < blocks_at_start:
         raise PoolError(
             f"The prompts need {blocks_at_start} blocks of {block_size} tokens and --num-blocks {num_blocks} leaves "
-            f"{num_blocks - 1} beside the null block; pass at least --num-blocks {blocks_at_start + 1}."
+            f"{num_blocks - 1} without the null block; pass at least --num-blocks {blocks_at_start + 1}."
         )
     state = Generation(
         caches=create_caches(config, num_blocks, block_size, dtype=dtype, scale=scale, mesh=mesh),
@@ -85,11 +85,11 @@ def start(
 def create_caches(
     config: LlamaConfig, num_blocks: int, block_size: int, *, dtype: str, scale: Granularity | None, mesh: Mesh | None
 ) -> Caches:
-    """The caches of all layers. Raises `PoolError` if they need more than MOST_CACHE_BYTES."""
+    """Creates the caches of all layers. Raises `PoolError` if they need more than MOST_CACHE_BYTES."""
     placeholder = 1.0 if scale in ("tensor", "head") else None
     sizes = config.cache_sizes
     if config.latent is not None and scale == "token_head":
-        sizes["head_dim"] += config.latent.qk_rope_head_dim  # rotary numbers in two: `jaxpaged.ops.split_rotary`
+        sizes["head_dim"] += config.latent.qk_rope_head_dim  # see `jaxpaged.ops.split_rotary`
     create = functools.partial(
         jaxpaged.KVCache.create,
         num_blocks=num_blocks,
@@ -103,7 +103,7 @@ def create_caches(
     cache_bytes = config.num_layers * num_bytes(jax.eval_shape(create))
     if cache_bytes > MOST_CACHE_BYTES:
         raise PoolError(
-            f"A pool of {num_blocks} blocks of {block_size} tokens takes {cache_bytes / 1e9:.0f} GB; "
+            f"A pool of {num_blocks} blocks of {block_size} tokens needs {cache_bytes / 1e9:.0f} GB; "
             "pass smaller --num-blocks, --block-size or --max-new-tokens."
         )
     if mesh is not None:
@@ -118,14 +118,14 @@ def num_bytes(tree: Any) -> int:
 def calibrate(
     model: Llama, state: Generation, config: LlamaConfig, prompts: list[list[int]], *, dtype: str, scale: Granularity
 ) -> Generation:
-    """`state` with the scales of each layer's cache set so that the keys and values of the prompts just fit."""
+    """Sets the scales of each layer's cache, so that the keys and values of the prompts just fit the range."""
     trial = start(config, prompts, max_new_tokens=1, block_size=16, num_blocks=None, dtype=dtype, seed=0)
     graph, weights = nnx.split(model)
     trial = prefill(graph, weights, trial, pad_prompts(prompts), None, (), Sampling())
     caches = tuple(
         dataclasses.replace(
             cache,
-            k_scale=jaxpaged.ops.kv_scale(seen.k, cache.k.dtype, scale),  # slots that hold no token are zeros
+            k_scale=jaxpaged.ops.kv_scale(seen.k, cache.k.dtype, scale),  # slots without a token are zero
             v_scale=None if seen.v is None else jaxpaged.ops.kv_scale(seen.v, cache.v.dtype, scale),
         )
         for cache, seen in zip(state.caches, trial.caches, strict=True)
@@ -134,7 +134,7 @@ def calibrate(
 
 
 def prompt_keys(prompts: list[list[int]], seed: int) -> jax.Array:
-    """A random key for each prompt, from its own tokens and not its row in the batch; repeated prompts differ."""
+    """A random key per prompt, which depends on its tokens but not on its row. Repeated prompts get different keys."""
     seen: Counter[int] = Counter()
     keys = []
     for prompt in prompts:

@@ -1,8 +1,8 @@
-"""A Llama on several devices: heads, hidden features and the vocabulary are sharded over one mesh axis.
+"""Tensor parallelism: shards a model's heads, hidden features and vocabulary over one mesh axis.
 
-A layer has two pairs of products, in attention and in the MLP. The first product of a pair is sharded by its outputs,
-the second by its inputs, and llama.py sums over the devices after each pair. Everything else, including the allocator,
-is replicated.
+A layer has two pairs of matrix products, in attention and in the MLP. The first product of a pair is sharded along its
+outputs, the second along its inputs, and llama.py sums over the devices after each pair. Everything else, including the
+allocator, is replicated.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ from lib.llama import Llama
 from lib.llama_config import LlamaConfig, parts_of
 
 AXIS = "devices"
-CACHE = P(None, None, AXIS)  # [blocks, block_size, kv_heads, ...]; a latent, which all heads read, is on every device
+CACHE = P(None, None, AXIS)  # [blocks, block_size, kv_heads, ...]; a latent cache is on every device
 # Arguments of `prefill` and `decode` in generation.py that are not arrays.
 STATIC = ("graph", "eos_ids", "sampling", "share_reads")
-# Sizes of the model and its experts that are divided by the number of devices.
+# Sizes of the model and of its experts that are divided by the number of devices.
 SHARDED = ("num_heads", "num_kv_heads", "hidden_features", "vocab_size")
 SHARDED_OF_EXPERTS = ("hidden_features", "shared_features")
 
@@ -62,7 +62,7 @@ def _sharded(config: Any, names: tuple[str, ...], num_devices: int) -> Any:
 
 
 def shard_model(model: Llama, config: LlamaConfig, mesh: Mesh) -> Llama:
-    """The model as one device sees it, with the weights sharded over all. The given model may be on a CPU."""
+    """The model with one device's sizes, and with weights sharded over all devices. `model` may be on a CPU."""
     num_devices = mesh.size
     repeated = repeated_kv_heads(config, num_devices)
     own = dataclasses.replace(_sharded(repeated, SHARDED, num_devices), axis=AXIS)
@@ -77,14 +77,14 @@ def shard_model(model: Llama, config: LlamaConfig, mesh: Mesh) -> Llama:
 
 
 def spread(load: Callable[[], Llama], config: LlamaConfig, num_devices: int) -> tuple[Llama, LlamaConfig, Mesh | None]:
-    """The model over the devices, the config of its caches, and the mesh, which is None for one device.
+    """Loads and shards the model. Returns it, the config of its caches, and the mesh, None for one device.
 
     Raises `DevicesError`.
     """
     if num_devices == 1:
         return load(), config, None
     mesh = make_mesh(num_devices)
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # no device has to hold the whole model
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # so that no GPU holds the whole model
         model = shard_model(load(), config, mesh)
     return model, repeated_kv_heads(config, num_devices), mesh
 
@@ -92,7 +92,7 @@ def spread(load: Callable[[], Llama], config: LlamaConfig, num_devices: int) -> 
 def _cut(
     path: tuple, weight: jax.Array, shape: tuple[int, ...], *, config: LlamaConfig, repeats: int, mesh: Mesh
 ) -> jax.Array:
-    """The weight over the mesh, sharded along the axis in which each device's `shape` differs from its own."""
+    """Shards a weight over the mesh, along the axis in which one device's `shape` differs from the weight's."""
     *_, module, kind = map(str, path)
     array = np.asarray(weight)
     axis = next((i for i, (size, own) in enumerate(zip(array.shape, shape, strict=True)) if size != own), None)
@@ -109,7 +109,7 @@ def _cut(
 def _interleave(
     array: np.ndarray, axis: int, parts: dict[str, int], head_dim: int, repeats: int, num_devices: int
 ) -> np.ndarray:
-    """Each device's columns side by side: its q, k and v, then the next device's."""
+    """Reorders columns so that each device's q, k and v are adjacent."""
     pieces = []
     for name, part in zip(parts, np.split(array, np.cumsum(list(parts.values()))[:-1], axis), strict=True):
         if name in ("k_proj", "v_proj") and repeats > 1:
@@ -120,13 +120,13 @@ def _interleave(
 
 
 def create_on(mesh: Mesh, create: Callable[[], jaxpaged.KVCache]) -> jaxpaged.KVCache:
-    """A cache that no device ever holds as a whole."""
+    """Creates a cache directly in shards, so that no device ever holds the whole cache."""
     is_latent = jax.eval_shape(create).value_dim is not None
     return jax.jit(create, out_shardings=NamedSharding(mesh, P() if is_latent else CACHE))()
 
 
 def replicate(mesh: Mesh, tree: Any) -> Any:
-    """Everything on every device, except for arrays that are on the mesh already."""
+    """Copies arrays to every device, except arrays that are already on the mesh."""
 
     def put(x: jax.Array) -> jax.Array:
         is_there = isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh
@@ -136,7 +136,7 @@ def replicate(mesh: Mesh, tree: Any) -> Any:
 
 
 def on_mesh(mesh: Mesh, program: Any) -> Any:
-    """`prefill` or `decode` of generation.py on all devices; the arrays' types say how each is sharded."""
+    """Runs `prefill` or `decode` of generation.py on all devices. The types of the arrays say how each is sharded."""
     names = tuple(inspect.signature(program).parameters)
 
     @functools.wraps(program.__wrapped__)

@@ -1,4 +1,4 @@
-"""The text of a completion as its tokens arrive, cut at stop strings."""
+"""Decodes a completion's text as its tokens arrive, and cuts it at stop strings."""
 
 import codecs
 import itertools
@@ -8,31 +8,30 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lib.tokenizer import Tokenizer
 
-HALF = "\ufffd"  # replaces bytes that are no character
-MOST_PENDING = 3  # bytes of a character that is not complete
+HALF = "\ufffd"  # replaces invalid bytes
+MOST_PENDING = 3  # maximum bytes of an incomplete character
 
 
 class TextStream:
-    """Gives the text of growing tokens piece by piece. Joined, the pieces are the text of all tokens, or the text
-    before the first stop string. They do not depend on how the tokens are cut into pieces.
+    """Returns the text of growing tokens piece by piece.
 
-    The text is the bytes of the tokens, read as UTF-8. The bytes of an incomplete character, and characters that may
-    begin a stop string, are kept back. A character that the prompt begins and these tokens complete is a part of the
-    text.
+    Joined, the pieces are the text of all tokens, or the text before the first stop string, however the tokens arrive.
+    The text is the tokens' bytes, decoded as UTF-8. Incomplete characters, and characters that may begin a stop string,
+    are held back. A character that starts in the prompt and ends in these tokens is part of the text.
 
     Args:
-        tokenizer: knows the bytes of the tokens.
+        tokenizer: tokenizer that gives the bytes of each token.
         stops: the stop strings.
-        prompt_ids: tokens before the text. Some tokenizers drop the space that a text begins with.
-        skip_special_tokens: whether control tokens have no text.
-        includes_stop: whether the text ends with the stop string, instead of before it.
-        has_offsets: whether to note where tokens begin.
+        prompt_ids: tokens before the text. Without them, some tokenizers drop a leading space.
+        skip_special_tokens: whether to leave out the text of control tokens.
+        includes_stop: whether the text includes the stop string.
+        has_offsets: whether to record where tokens start.
 
     Attributes:
-        num_tokens: tokens read so far. The last may hold a stop string and more.
+        num_tokens: number of tokens read so far. The last may contain a stop string and more.
         is_stopped: whether a stop string was found.
-        offsets: where each of these tokens begins in the text; empty unless `has_offsets` is True. A token that
-            completes a character begins where the character does.
+        offsets: where each of these tokens starts in the text; empty unless `has_offsets` is True. A token that
+            completes a character starts where the character does.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class TextStream:
 
         Args:
             token_ids: all tokens so far.
-            is_last: no more come, so nothing is kept back.
+            is_last: whether these are all tokens, so that nothing is held back.
         """
         is_one_by_one = self._has_offsets or self._stops
         while self.num_tokens < len(token_ids) and not self.is_stopped:
@@ -78,7 +77,7 @@ class TextStream:
         return piece
 
     def _read_prompt(self, prompt_ids: Sequence[int]) -> None:
-        """Leaves the bytes of a character that the prompt does not complete in the decoder."""
+        """Puts the bytes of the prompt's incomplete last character into the decoder."""
         last_first = (token_id for token_id in reversed(prompt_ids) if token_id not in self._skipped)
         ending = list(itertools.islice(last_first, MOST_PENDING))[::-1]
         self._utf8.decode(b"".join(map(self._next_bytes, ending)))
@@ -92,7 +91,7 @@ class TextStream:
         return data
 
     def _ends_a_half(self, data: bytes) -> bool:
-        """Whether an incomplete character stays one because these bytes do not continue it."""
+        """Whether an incomplete character stays incomplete because these bytes do not continue it."""
         pending, _ = self._utf8.getstate()
         if not pending or not data:
             return False
@@ -107,13 +106,13 @@ class TextStream:
 
 
 def first_stop(text: str, stops: Sequence[str], *, includes_stop: bool = False) -> int | None:
-    """Where the stop string that is complete first begins, or ends. It does not depend on how the text is cut into
-    pieces."""
+    """Position of the stop string that is completed first: its start, or its end if `includes_stop` is set. None: no
+    stop string."""
     found = [(start + len(stop), start) for stop in stops if (start := text.find(stop)) >= 0]
     return min(found)[0 if includes_stop else 1] if found else None
 
 
 def num_kept_back(text: str, stops: Sequence[str]) -> int:
-    """How many characters at the end of the text may be the beginning of a stop string."""
+    """Number of characters at the end of the text that may begin a stop string."""
     lengths = (n for stop in stops for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n]))
     return max(lengths, default=0)

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer: texts and conversations to tokens, and tokens to text."""
+"""A checkpoint's tokenizer: encodes texts and conversations, and decodes tokens."""
 
 import dataclasses
 import functools
@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 from lib.chat_template import MARK_END, MARK_START, ChatTemplate, ChatTemplateError, Conversation
 from lib.text_stream import HALF, TextStream
 
-if TYPE_CHECKING:  # the extra "examples": imported where it is used, so that --help works without
+if TYPE_CHECKING:  # from the extra "examples"; imported where it is used, so that --help works without it
     import tokenizers
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """Encodes and decodes.
+    """Encodes texts and conversations, and decodes tokens.
 
     Attributes:
-        tokenizer: neither truncates nor pads.
+        tokenizer: tokenizer without truncation and padding.
         eos_ids: tokens that end a text.
-        chat_template: several have names: "tool_use" is for a conversation with tools, "default" for the others.
+        chat_template: the template, or named templates: "tool_use" for conversations with tools, "default" for others.
         special_tokens: bos_token, eos_token and others, for the template.
     """
 
@@ -33,21 +33,21 @@ class Tokenizer:
         return self._encode_all([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_chat(self, texts: list[str], *, allow_control_tokens: bool = False) -> list[list[int]]:
-        """The ids of a conversation for each text, its one message, up to where the answer begins."""
+        """Token ids of one conversation per text, with the text as its only message, up to the answer."""
         conversations = [[{"role": "user", "content": text}] for text in texts]
         return self.encode_conversations(conversations, allow_control_tokens=allow_control_tokens)
 
     def encode_conversations(
         self, conversations: Sequence[Conversation], *, allow_control_tokens: bool = False, **options: Any
     ) -> list[list[int]]:
-        """The ids of each conversation, up to where the answer begins.
+        """Token ids of each conversation, up to the beginning of the answer.
 
-        Control tokens that messages, tools, documents or arguments of the template spell, such as `<|im_end|>`, are
-        encoded as plain text unless allowed.
+        Control tokens in messages, tools, documents or template arguments, such as `<|im_end|>`, are encoded as plain
+        text unless allowed.
 
         Args:
-            conversations: messages may have any fields.
-            options: more arguments of `ChatTemplate.render`.
+            conversations: lists of messages with any fields.
+            options: further arguments of `ChatTemplate.render`.
 
         Raises:
             ChatTemplateError: the template refuses the conversation, or fails.
@@ -64,7 +64,7 @@ class Tokenizer:
         return stream.extend(ids, is_last=True)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text: with its leading space, and also if it is a part of a character."""
+        """Bytes that a token adds to a text, with its leading space, even if they are part of a character."""
         return self.bytes_of(token_id)[0]
 
     def token_text(self, token_id: int) -> str:
@@ -88,12 +88,12 @@ class Tokenizer:
 
     @functools.cached_property
     def special_ids(self) -> frozenset[int]:
-        """The tokens that a text leaves out by default."""
+        """Tokens that decoding leaves out by default."""
         return frozenset(i for i, token in self._added.items() if token.special)
 
     @functools.cached_property
     def bytes_of(self) -> Callable[[int], tuple[bytes, bytes]]:
-        """The bytes of a token within a text, and at its start, where some tokenizers drop a space."""
+        """Bytes of a token inside a text, and at its start, where some tokenizers drop a space."""
         bytes_of = byte_alphabet()
 
         @functools.cache
@@ -113,12 +113,12 @@ class Tokenizer:
         return split
 
     def _encode_all(self, texts: list[str], *, add_special_tokens: bool = False) -> list[list[int]]:
-        # Not `encode`, which holds Python's lock and would block a server.
+        # Not `encode`, which holds Python's lock and would block the server.
         return [each.ids for each in self.tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)]
 
     def _encode_marked(self, text: str) -> list[int]:
-        """The tokens of a rendered text, with marked control tokens as plain text."""
-        begin, *rest = self._marks.split(text)  # then, in turn, a marked token (None: a mark alone) and text
+        """Tokens of a rendered text, with marked control tokens as plain text."""
+        begin, *rest = self._marks.split(text)  # `rest` alternates a marked token (None: a mark alone) and text
         (ids,) = self._encode_all([begin])
         for token, piece in zip(rest[::2], _encode_within(self._encode_all, rest[1::2]), strict=True):
             ids += self._spelled(token) if token else []
@@ -133,7 +133,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _spelled(self) -> Callable[[str], list[int]]:
-        """The tokens of a text that spells a control token."""
+        """A function that encodes the spelling of a control token as plain text."""
 
         model = self.tokenizer.model
 
@@ -141,7 +141,7 @@ class Tokenizer:
             return [[token.id for word in words(text) for token in model.tokenize(word)] for text in texts]
 
         def words(text: str) -> list[str]:
-            """The parts of the tokenizer by themselves, which know no added tokens."""
+            """Runs the tokenizer's parts directly, without added tokens."""
             normalizer, pre_tokenizer = self.tokenizer.normalizer, self.tokenizer.pre_tokenizer
             text = text if normalizer is None else normalizer.normalize_str(text)
             return [text] if pre_tokenizer is None else [word for word, _ in pre_tokenizer.pre_tokenize_str(text)]
@@ -157,9 +157,9 @@ class Tokenizer:
 
 
 def _encode_within(encode: Callable[[list[str]], list[list[int]]], texts: list[str]) -> list[list[int]]:
-    """The tokens of texts that begin no prompt.
+    """Tokens of texts inside a prompt.
 
-    Each is encoded after a newline, because some tokenizers add a space to the beginning of a prompt.
+    Each text is encoded after a newline, because some tokenizers add a space at the beginning of a prompt.
     """
     newline, *encoded = encode(["\n", *("\n" + text for text in texts)])
     size = len(newline)
@@ -169,7 +169,7 @@ def _encode_within(encode: Callable[[list[str]], list[list[int]]], texts: list[s
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Character to byte in byte-level tokens: a visible character is its own byte."""
+    """The byte of each character in byte-level tokens. A visible character is its own byte."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     visible = {ord(character) for character in ByteLevel.alphabet() if ord(character) < 256}

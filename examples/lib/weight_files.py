@@ -1,4 +1,4 @@
-"""Tensors of *.safetensors files, each read when it is called."""
+"""Reads tensors from *.safetensors files on demand."""
 
 import functools
 import io
@@ -15,13 +15,13 @@ from lib.checkpoint import CheckpointError
 from lib.fields import Fields, read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-# In order: of a model that reads images too (its head is next to its model), and of others.
+# Prefixes in order: first of models that also read images (whose head is next to the model), then of others.
 PREFIX = r"^(language_model\.model|model\.language_model|language_model(?=\.lm_head)|model)\."
 Tensors = dict[str, Callable[[], np.ndarray]]
 
 
 def read_weights(folder: Path) -> Tensors:
-    """The tensors of model.safetensors, else exactly the tensors that its index names. Other files are ignored.
+    """The tensors of model.safetensors, or else the tensors that the index names. Other files are ignored.
 
     Raises `CheckpointError`, or one of READ_ERRORS.
     """
@@ -53,7 +53,7 @@ def read_weights(folder: Path) -> Tensors:
 
 
 def plain_name(name: str) -> str:
-    """A module or tensor by its name in llama.py, which begins with layers, embed_tokens, norm or lm_head."""
+    """The name of a module or tensor in llama.py, which begins with layers, embed_tokens, norm or lm_head."""
     return re.sub(PREFIX, "", name)
 
 
@@ -77,7 +77,10 @@ def _get_tensor(file: Path, tensors: safetensors.safe_open, name: str) -> np.nda
 
 
 def _read_float8(file: Path, name: str) -> np.ndarray:
-    """For which safetensors has no array: a header in JSON, its length before it, then the numbers."""
+    """Reads a float8 tensor, which safetensors cannot return as a NumPy array.
+
+    The file has the length of a JSON header, the header, and then the numbers.
+    """
     with file.open("rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
         start, end = header[name]["data_offsets"]

@@ -1,10 +1,11 @@
 """The block allocator and the prefix cache.
 
-`block_pool` knows which blocks are free and how many rows hold each; `block_allocator` which row holds which. `state`
-has its fields, grants blocks and gets them back, also those a window has passed. `sharing` is fork and rollback,
-`inspection` the invariants, `plot` a picture.
+`block_pool` tracks the free blocks and the number of holders of each block. `block_allocator` tracks the blocks of
+each sequence; `state` has its fields, and grants and releases blocks. `sharing` has fork and rollback, `inspection`
+the invariants, and `plot` a picture of the pool. `layer_groups` divides a model's layers into groups that share a
+block table.
 
-`prefix_cache` finds full blocks again by their tokens. A listed block without a holder waits among the free blocks, and
-is listed until it is handed out. `listing` has the tokens of each and a hash table that finds them. `prefix_match` is
-the longest prefix that a sequence can begin with. `layer_groups` says which layers of a model share a table.
+`prefix_cache` finds full blocks by their tokens. `listing` stores the tokens of each cached block and a hash table
+over them. A cached block without a holder waits among the free blocks, and stays cached until it is handed out.
+`prefix_match` finds the longest cached prefix of a sequence. `prefix_groups` finds sequences that share a prefix.
 """

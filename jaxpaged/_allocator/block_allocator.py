@@ -1,4 +1,4 @@
-"""The block allocator: which block belongs to whom, as a pytree, inside jit."""
+"""The block allocator: a pytree that assigns cache blocks to sequences, inside `jax.jit`."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from jaxpaged._integers import as_int32, checked_array, checked_query_starts, ch
 from jaxpaged._one_program import one_program
 from jaxpaged._public_state import public_state
 
-MORE_PASSED = 3  # in an `append` a sequence gives back blocks of a group: the number that it may get, and these
+MORE_PASSED = 3  # `append` releases at most this many passed blocks more than it may grant, per sequence and group
 
 
 @public_state
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockAllocator(AllocatorState):
-    """Block tables, lengths and free blocks of a fixed set of sequences. Immutable: every operation returns a new one.
+    """Assigns the blocks of a pool to a fixed number of sequences. Immutable: every operation returns a new allocator.
 
     Attributes:
-        block_tables: int32 `[seqs, max_blocks]`, or with several groups of layers `[groups, seqs, max_blocks]`; row
-            i's first `ceil(lengths[i] / block_size)` entries are its blocks, in order; the others are 0.
-        lengths: int32 `[seqs]`, in tokens. A row of length 0 is free.
-        pool: the free blocks, and how many hold each of the others.
-        block_size: tokens in a block (static).
-        windows: the window of each group of layers, in tokens, or None (static). All layers of a group have one
-            table; all groups have blocks of one pool.
-        num_passed: int32 `[groups, seqs]`, the entries at the start of each row that the group's window has passed:
-            their blocks were given back, and they may be any number. None if no group has a window.
+        block_tables: int32 `[seqs, max_blocks]`, or `[groups, seqs, max_blocks]` with several layer groups. The first
+            `ceil(lengths[i] / block_size)` entries of row i are the sequence's blocks, in order; the others are 0.
+        lengths: int32 `[seqs]`, length of each sequence in tokens. A row of length 0 is free.
+        pool: the free blocks, and the number of holders of each block.
+        block_size: tokens per block (static).
+        windows: sliding window of each layer group in tokens, or None (static). The layers of a group share one block
+            table; all groups share one pool.
+        num_passed: int32 `[groups, seqs]`, number of entries at the start of each row that the group's window has
+            passed. Their blocks are released, and the entries may hold any number. None if no group has a window.
 
-    Invariants, which `broken_invariants` tests:
+    Invariants, which `broken_invariants` checks:
 
     - Block 0, the null block, is never handed out. Every other block is either free or held, never both.
-    - A block is held by the table entries that name it, and free if there are none.
-    - Sequences share full blocks only. A partly filled last block is in one table row, so writing to a sequence's
+    - A block is held by the table entries that name it. It is free if no entry does.
+    - Sequences share only full blocks. A partly filled last block is in one table row, so that writing to a sequence's
       slots past its length changes no other sequence.
-    - A block's tokens do not change while it is held. `fork` and `rollback` return the copies that this needs.
-    - A refused row stays exactly as it was.
+    - The tokens of a block do not change while it is held. `fork` and `rollback` return the copies that this needs.
+    - A refused row does not change.
 
-    All operations work on all sequences at once with prefix sums: no loop, no sort, no host. They run inside jit,
-    scan, while_loop and vmap. `docs/allocator.md` says what each costs.
+    Every operation handles all sequences at once with prefix sums, without loops, sorts or the host. Operations work
+    inside jit, scan, while_loop and vmap. `docs/allocator.md` lists their costs.
     """
 
     @classmethod
@@ -62,26 +62,26 @@ class BlockAllocator(AllocatorState):
         max_blocks_per_seq: int,
         windows: Sequence[Window] = (None,),
     ) -> BlockAllocator:
-        """An allocator with all blocks free, to be handed out in the order 1, 2, 3, ...
+        """Creates an allocator with all blocks free. Blocks are handed out in the order 1, 2, 3, ...
 
         Args:
-            num_blocks: blocks in the pool, the null block included: `num_blocks - 1` can be handed out.
-            block_size: tokens in a block.
-            num_seqs: sequences, that is, rows.
-            max_blocks_per_seq: the most blocks that one sequence may hold in a group, the width of its table row.
-            windows: for each group of layers the `sliding_window` that they attend with, or None. Groups without a
+            num_blocks: blocks in the pool, including the null block; `num_blocks - 1` can be handed out.
+            block_size: tokens per block.
+            num_seqs: number of sequences, the rows of the tables.
+            max_blocks_per_seq: maximum number of blocks of a sequence in each group, the width of a table row.
+            windows: for each layer group the `sliding_window` of its layers in tokens, or None. Groups without a
                 window come first.
 
         Raises:
-            ValueError: a size or window that is no int or below 1, `num_blocks` below 2, 2^31 slots and more, in the
-                pool or in a table row, no group, or one without a window after one with a window.
+            ValueError: a size or window is not an int or below 1; `num_blocks` is below 2; the pool or a table row has
+                2^31 slots or more; `windows` is empty, or has None after a window.
 
         Example:
             >>> import jax.numpy as jnp
             >>> from jaxpaged import BlockAllocator
             >>> allocator = BlockAllocator.create(num_blocks=8, block_size=16, num_seqs=2, max_blocks_per_seq=3)
             >>> allocator, slots, ok = allocator.append(jnp.array([3, 1]), q_len=3)
-            >>> slots.tolist()  # row 1 has one token: it is last, after two entries of padding
+            >>> slots.tolist()  # row 1 gets one token: two entries of padding, then its slot
             [[16, 17, 18], [128, 128, 32]]
         """
         num_blocks, block_size = checked_size("num_blocks", num_blocks, 2), checked_size("block_size", block_size)
@@ -114,10 +114,10 @@ class BlockAllocator(AllocatorState):
         )
 
     def group(self, index: int) -> BlockAllocator:
-        """An allocator with one group's table only, for reading: the layers of the group attend with it.
+        """A read-only view of one layer group, with which the layers of the group attend.
 
         Raises:
-            ValueError: there is no such group.
+            ValueError: `index` is not from 0 to `num_groups - 1`.
         """
         if not 0 <= index < self.num_groups:
             raise ValueError(f"a group is from 0 to {self.num_groups - 1}, the groups of the windows; got {index!r}.")
@@ -133,27 +133,29 @@ class BlockAllocator(AllocatorState):
 
     @one_program("q_len")
     def positions(self, q_len: int) -> jax.Array:
-        """Positions of the newest `q_len` tokens of each sequence, int32 `[seqs, q_len]`; negative: no such token."""
+        """Positions of the last `q_len` tokens of each sequence, int32 `[seqs, q_len]`. Negative: no such token."""
         return self.lengths[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None]
 
     def prefix_groups(self, q_len: int = 1, *, query_starts: ArrayLike | None = None) -> PrefixGroups:
-        """Sequences that begin with the same blocks, for `prefix_groups` of `paged_attention`.
+        """Groups sequences that begin with the same blocks, for the `prefix_groups` argument of `paged_attention`.
 
-        It compares the block ids of neighbouring rows, and only full blocks without new tokens are shared. Rows that
-        can share blocks should be neighbours; a row without tokens between them does no harm. If m sequences begin with
-        the same n blocks, each skips reading n - n / m of them; a sequence joins the group that saves it the most.
+        Attention then reads the shared blocks once per group: if m sequences begin with the same n blocks, each skips
+        reading n - n / m of them. A sequence joins the group that saves it the most. Only neighbouring rows form a
+        group, so place sequences with a common prefix in neighbouring rows; empty rows between them are skipped. Only
+        full blocks without new tokens are shared.
 
-        Call it in each step, after the `append`: the groups hold for that step only.
+        Call it in each step, after `append`. The groups are valid for that step only.
 
         Args:
-            q_len: query tokens of each sequence.
-            query_starts: of packed query tokens, int32 `[seqs + 1]`, as in `paged_attention`; `q_len` is then unused.
+            q_len: number of query tokens of each sequence.
+            query_starts: int32 `[seqs + 1]`, for packed query tokens, as in `paged_attention`. Replaces `q_len`.
 
         Returns:
-            The groups. If the allocator's group of layers has a window, they are empty.
+            The groups. They share nothing if the layer group has a window.
 
         Raises:
-            ValueError: several groups of layers: call it on `allocator.group(i)`. `query_starts` of another shape.
+            ValueError: the allocator has several layer groups (call it on `allocator.group(i)`), `q_len` is not an int
+                or below 1, or `query_starts` is not int32 `[seqs + 1]`.
 
         Example:
             >>> import jax.numpy as jnp, jaxpaged
@@ -177,23 +179,23 @@ class BlockAllocator(AllocatorState):
         else:
             is_empty = starts[1:] <= starts[:-1]
         num_full = jnp.maximum(self.lengths - jnp.diff(starts), 0) // self.block_size
-        if self.windows[0] is not None:  # passed entries may be any number, and attention with a window shares nothing
+        if self.windows[0] is not None:  # attention with a window shares nothing, and passed entries are arbitrary
             num_full = jnp.zeros_like(num_full)
         return prefix_groups.find(self.block_tables, num_full, is_empty, starts)
 
     def slots(self, seqs: ArrayLike, positions: ArrayLike) -> jax.Array:
-        """Slots of packed tokens of several sequences.
+        """Looks up the cache slots of existing tokens.
 
         Args:
-            seqs: int32, any shape: the row of each token.
-            positions: int32, the same shape: its position in that sequence.
+            seqs: int32, any shape: row of each token.
+            positions: int32, the same shape: position of each token in its sequence.
 
         Returns:
-            int32, the same shape, or with several groups `[groups, ...]`. For a token that does not exist or whose
-            block was given back, `num_blocks * block_size`, which `write_kv` drops.
+            int32, the same shape, or `[groups, ...]` with several layer groups. A token that does not exist or whose
+            block was released gets `num_blocks * block_size`, which `write_kv` drops.
 
         Raises:
-            ValueError: the two are not int32 of one shape.
+            ValueError: `seqs` and `positions` are not int32, or differ in shape.
         """
         seqs, positions = as_int32(seqs), as_int32(positions)
         if seqs.shape != positions.shape or seqs.dtype != jnp.int32 or positions.dtype != jnp.int32:
@@ -217,35 +219,36 @@ class BlockAllocator(AllocatorState):
     def append(
         self, num_tokens: ArrayLike, *, q_len: int | None = None, order: ArrayLike | None = None
     ) -> tuple[BlockAllocator, jax.Array, jax.Array]:
-        """Makes room for new tokens at the end of each sequence.
+        """Appends room for new tokens to each sequence, and returns the slots to write them to.
 
-        A sequence that gets tokens first gives back blocks that the windows of their groups have passed: no new token
-        sees them, nor any that may follow. A call gives back as many of each group as its tokens may need, and a few
-        more; the others wait for the next call.
+        A sequence gets room for all of its new tokens or for none; a refused sequence does not change. Blocks are
+        granted in row order. Once a row needs more blocks than are left, every later row that needs a new block is
+        refused too; rows that fit into their last block are not. A row is also refused if its tokens exceed its table
+        row, or if its count is negative or above `q_len`.
 
-        A sequence gets all of its tokens or none; a refused one keeps its tokens. Blocks are granted in row
-        order. After the first row that finds too few, every row that needs a new block is refused; rows whose last
-        block has room are not. A row is also refused if its table is too narrow, or its count is negative or above
-        `q_len`.
+        With sliding windows, a sequence that requests tokens first releases blocks that its windows have passed, since
+        no new or later token sees them. For each group a call releases at most a few blocks more than the tokens may
+        need, and the next calls release the rest.
 
         Args:
-            num_tokens: int32 `[seqs]`; 0 leaves a sequence as it is. Or bool: which sequences get one token.
-            q_len: the most tokens that a sequence may get in this call (static): the width of `slots`. A count above
-                it that is known while tracing is an error. None: one token, and `slots` without that axis.
-            order: int32 `[seqs]`: the row with the smallest number gets blocks first, equal ones in row order. None:
+            num_tokens: int32 `[seqs]`, number of new tokens; 0 leaves a sequence unchanged. Or bool `[seqs]`: True
+                appends one token.
+            q_len: maximum of `num_tokens`, and the width of `slots` (static). None: at most one token, and `slots` has
+                no such axis.
+            order: int32 `[seqs]`: rows with smaller numbers get blocks first, and equal numbers go in row order. None:
                 row order.
 
         Returns:
-            allocator: the new one.
-            slots: int32 `[seqs, q_len]`, or `[seqs]` without `q_len`; with several groups, an axis of groups before
-                these: the slots of the new tokens, for `write_kv`. They are at the end of the row, as the queries of
-                `paged_attention` do. The rest of the row, or all of a refused one, is `num_blocks * block_size`, which
+            allocator: the new allocator.
+            slots: int32 `[seqs, q_len]`, or `[seqs]` if `q_len` is None, after a leading axis of groups if there are
+                several: slots of the new tokens, for `write_kv`. They are right-aligned, like the queries of
+                `paged_attention`. Padding, and all slots of a refused row, are `num_blocks * block_size`, which
                 `write_kv` drops.
-            ok: bool `[seqs]`.
+            ok: bool `[seqs]`, False for refused rows.
 
         Raises:
-            ValueError: `num_tokens` is not int32 or bool `[seqs]`, `order` is not int32 `[seqs]`, `q_len` is no
-                int or below 1, or a known count is above it.
+            ValueError: `num_tokens` is not int32 or bool `[seqs]`, `order` is not int32 `[seqs]`, `q_len` is not an
+                int or below 1, or a count that is known at trace time is above `q_len`.
         """
         counts, known = as_int32(num_tokens), known_values(num_tokens)
         counts = counts.astype(jnp.int32) if counts.dtype == jnp.bool_ else counts
@@ -272,8 +275,8 @@ class BlockAllocator(AllocatorState):
         lengths = self.lengths + jnp.where(legal, num_tokens, 0)
         legal &= lengths <= max_blocks * self.block_size
 
-        # 1. Who gets blocks: a prefix of the sequences that need some.
-        most_new = -(-most // self.block_size)  # in a row
+        # 1. The sequences that get blocks: a prefix of those that need some.
+        most_new = -(-most // self.block_size)  # per row
         self = self.let_go_passed(legal & (num_tokens > 0), most_new + MORE_PASSED)
         held = self.num_blocks_for(self.lengths)
         needed = self.per_row(jnp.where(legal, self.num_blocks_for(lengths) - held, 0))
@@ -300,13 +303,16 @@ class BlockAllocator(AllocatorState):
         return self.with_rows(tables, lengths, self.pool.take(total)), slots[..., 0] if q_len is None else slots, ok
 
     def free(self, seqs: ArrayLike) -> BlockAllocator:
-        """Gives back all blocks of the marked sequences, which become empty. Freeing an empty one changes nothing.
+        """Releases all blocks of the marked sequences, which become empty. Freeing an empty sequence changes nothing.
 
-        A block that another sequence also holds stays held. Blocks go back last first, so that with one group a `free`
-        right after an `append` restores the free list.
+        A block that another sequence also holds stays held. A sequence's last block is released first, so that with
+        one layer group, `free` right after `append` restores the free list.
 
         Args:
-            seqs: bool `[seqs]`.
+            seqs: bool `[seqs]`, True for the sequences to free.
+
+        Returns:
+            The new allocator.
 
         Raises:
             ValueError: `seqs` is not bool `[seqs]`.
@@ -314,26 +320,27 @@ class BlockAllocator(AllocatorState):
         return self.let_go(self._rows("seqs", seqs, jnp.bool_))
 
     def fork(self, parents: ArrayLike, *, replace: bool = False) -> tuple[BlockAllocator, Copies, jax.Array]:
-        """Makes rows into copies of others: parallel sampling, beam search.
+        """Copies sequences to other rows, for parallel sampling and beam search.
 
-        Row i becomes what row `parents[i]` was before the call. Full blocks are shared. A partly filled last block has
-        one owner: each child gets a block of its own. Copy the tokens in the same jit, before anything else is written:
-        `cache = copy_blocks(cache, *copies)`.
+        Row i becomes a copy of row `parents[i]` as it was before the call. Full blocks are shared. A partly filled
+        last block is not: each child gets its own copy. Copy its tokens with `cache = copy_blocks(cache, *copies)`, in
+        the same jit and before any other write.
 
-        With `replace`, a parent may itself be replaced. Its first child then inherits its last block without a copy,
-        if the free blocks suffice for the other copies. A beam search needs at most one free block for each further
-        child of such a parent, and for each child of a parent whose row stays.
+        With `replace=True`, a row that holds tokens may become a child, even if it is a parent itself. The first child
+        of a replaced parent inherits its last block without a copy, if there are enough free blocks for all other
+        copies. A beam search then needs at most one free block for each further child of a replaced parent, and one
+        for each child of a parent whose row stays.
 
-        A row gets all of its blocks or none, in row order as in `append`. A refused row stays as it was.
+        A row gets all of its blocks or none, in row order as in `append`. A refused row does not change.
 
         Args:
-            parents: int32 `[seqs]`; -1, or a row's own number, leaves the row as it is, and is ok.
-            replace: whether a row that holds tokens may become a child: its blocks are given back (static).
+            parents: int32 `[seqs]`, row to copy. -1 or the row's own number leaves the row unchanged, with `ok` True.
+            replace: whether rows that hold tokens may become children; their blocks are released (static).
 
         Returns:
-            allocator: the new one.
-            copies: (source_ids, destination_ids), int32 `[groups * seqs]` each, for `copy_blocks`; 0, 0: no copy.
-            ok: bool `[seqs]`; false for a parent that does not exist, an occupied row, or too few free
+            allocator: the new allocator.
+            copies: (source_ids, destination_ids), int32 `[groups * seqs]` each, for `copy_blocks`. (0, 0): no copy.
+            ok: bool `[seqs]`, False if the parent does not exist, the row is occupied, or there are too few free
                 blocks.
 
         Raises:
@@ -352,28 +359,28 @@ class BlockAllocator(AllocatorState):
         return sharing.fork(self, parents, replace)
 
     def rollback(self, lengths: ArrayLike) -> tuple[BlockAllocator, Copies, jax.Array]:
-        """Shortens sequences to the given lengths, as when speculative decoding rejects tokens.
+        """Shortens sequences to the given lengths, for example when speculative decoding rejects tokens.
 
-        Blocks past the new end are given back. If a sequence then ends inside a block that is shared or cached, it
-        gets a block of its own instead. Copy the tokens before anything else is written:
-        `cache = copy_blocks(cache, *copies)`.
+        Blocks past the new end are released. A sequence that then ends inside a shared or cached block gets its own
+        copy of that block. Copy the tokens with `cache = copy_blocks(cache, *copies)`, before any other write.
 
         No copy is needed if every dropped token was appended after the sequence's last `fork` and `insert`, as in
-        speculative decoding after a prompt. The copies are then all 0 and need no `copy_blocks`.
+        speculative decoding after a prompt. All copies are then (0, 0), and `copy_blocks` can be left out.
 
-        Blocks that a window has passed are gone: a row goes back as far as to its last `append`, and farther only if
-        all that the windows show there is still held.
+        Blocks that a window has passed cannot be restored. A rollback to the length before the last `append` always
+        works. A longer one works only if the sequence still holds all tokens that its windows show at the new end.
 
-        A row is shortened as asked or not at all, in row order as in `append`.
+        A row is shortened as requested or not at all, in row order as in `append`.
 
         Args:
-            lengths: int32 `[seqs]`, at most the present ones. A row's present length leaves it as it is.
+            lengths: int32 `[seqs]`, new lengths in tokens, at most the current ones. The current length leaves a row
+                unchanged.
 
         Returns:
-            allocator: the new one.
-            copies: (source_ids, destination_ids), int32 `[groups * seqs]` each, for `copy_blocks`; 0, 0: no copy.
-            ok: bool `[seqs]`; false for a length that is negative, beyond the present one, or back where a window has
-                passed, or too few free blocks.
+            allocator: the new allocator.
+            copies: (source_ids, destination_ids), int32 `[groups * seqs]` each, for `copy_blocks`. (0, 0): no copy.
+            ok: bool `[seqs]`, False if the length is negative or above the current one, the windows have passed tokens
+                that they show at the new end, or there are too few free blocks.
 
         Raises:
             ValueError: `lengths` is not int32 `[seqs]`.
@@ -383,7 +390,7 @@ class BlockAllocator(AllocatorState):
         return sharing.rollback(self, lengths)
 
     def broken_invariants(self) -> tuple[str, ...]:
-        """The names of the invariants that this state breaks; empty if all is well. On the host, for tests."""
+        """Names of the invariants that this state violates, empty if none. Runs on the host, for tests."""
         return inspection.broken_invariants(self)
 
     def __str__(self) -> str:

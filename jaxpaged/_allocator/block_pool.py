@@ -1,4 +1,4 @@
-"""The pool: which blocks are free, in which order they go, and how many hold each. It knows no sequences."""
+"""The pool of blocks: the free blocks in the order in which they are handed out, and the holders of each block."""
 
 import dataclasses
 
@@ -14,22 +14,22 @@ from jaxpaged._put import put
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockPool:
-    """The free blocks and the holders of the others. Immutable.
+    """The free blocks, and the number of holders of each block. Immutable.
 
     Attributes:
-        free_list: int32 `[blocks]`, a ring: `num_free` entries from `bottom` on are the free blocks. The one on top,
-            the last of them, goes next.
-        bottom: int32 `[]`. It is 0 until a prefix cache is used, and then `free_list[:num_free]` is a plain stack.
-        num_free: int32 `[]`.
-        num_waiting: int32 `[]`, free blocks, those from `bottom` on, that may still hold a cached prefix. They are
-            below the others. The one unused longest is on top of them, and so is overwritten first.
+        free_list: int32 `[blocks]`, a ring: the `num_free` entries from `bottom` on are the free blocks. The last of
+            them, the top, is handed out next.
+        bottom: int32 `[]`, start of the ring. Without a prefix cache it is 0, and `free_list[:num_free]` is a stack.
+        num_free: int32 `[]`, number of free blocks.
+        num_waiting: int32 `[]`, number of free blocks that may still hold a cached prefix. They are the first from
+            `bottom` on. The least recently used is on top of them, and is the first of them to be handed out.
         extra_holders: int32 `[blocks]`, holders of a block beyond the first; 0 for a free block. Handing out a block
-            does not change it, so that `append` stays a few operations on the batch.
-        cached_at: int32 `[blocks]`, for the prefix cache: `num_blocks` while a cached block is held; its index in
-            `free_list` while it waits there; -1 for a block that never was cached. The index is stale once the block is
-            handed out: `is_cached` sees that it is no longer among those waiting.
+            does not change it, which keeps `append` cheap.
+        cached_at: int32 `[blocks]`, for the prefix cache: `num_blocks` for a held cached block, the index in
+            `free_list` for a waiting one, and -1 for a block that was never cached. The index becomes stale when the
+            block is handed out; `is_cached` detects that.
 
-    A cached block is never written while it is held: a sequence shortened inside it gets a copy.
+    A held cached block is never written: a sequence that is shortened inside one gets a copy.
     """
 
     free_list: jax.Array
@@ -41,7 +41,7 @@ class BlockPool:
 
     @classmethod
     def create(cls, num_blocks: int) -> "BlockPool":
-        # One array each: two leaves that are one buffer cannot both be donated.
+        # A separate array for each field: a buffer cannot be donated twice.
         return cls(
             free_list=jnp.arange(num_blocks - 1, -1, -1, dtype=jnp.int32),
             bottom=jnp.zeros((), jnp.int32),
@@ -56,40 +56,40 @@ class BlockPool:
         return self.free_list.shape[-1]
 
     def peek(self, from_top: jax.Array) -> jax.Array:
-        """The ids at these depths below the top of the free blocks; any id if there are too few."""
+        """Ids of the free blocks at these depths below the top. A depth that does not exist gives an arbitrary id."""
         return self.free_list[self._ring(self.bottom + self.num_free - 1 - from_top)]
 
     def take(self, count: jax.Array) -> "BlockPool":
-        """Hands out the `count` blocks on top, which `peek` returned. Cached ones among them are no longer cached."""
+        """Hands out the top `count` blocks, which `peek` returns. They are no longer cached."""
         num_free = self.num_free - count
         return dataclasses.replace(self, num_free=num_free, num_waiting=jnp.minimum(self.num_waiting, num_free))
 
     def share(self, ids: jax.Array, wanted: jax.Array) -> "BlockPool":
-        """One more holder for each wanted entry of `ids`, blocks that are held."""
+        """Adds a holder for each wanted entry of `ids`, which are held blocks."""
         return dataclasses.replace(self, extra_holders=_add(self.extra_holders, ids, wanted, 1))
 
     def let_go(self, ids: jax.Array, given: jax.Array) -> "BlockPool":
-        """One holder less for each given entry of `ids`; a block without holders is then free.
+        """Removes a holder for each given entry of `ids`. A block without holders becomes free.
+
+        Cached blocks go below all free blocks, and others on top. Rows are released from last to first, and in each row
+        the last block first. So the tail of a cached sequence is overwritten before its head, and blocks that are freed
+        right after they were handed out are handed out again in the same order.
 
         Args:
-            ids: int32 `[seqs, max_blocks]`. No row names a block twice; several rows may.
-            given: bool, in the same shape.
-
-        The result is that of one row after the other, the last row first, and in each the last block first: cached
-        blocks go under all free ones, the others on top. So a sequence's tail is overwritten before its head, and
-        blocks freed right after they were handed out are handed out again in the same order.
+            ids: int32 `[seqs, max_blocks]`. A block may be in several rows, but not twice in one.
+            given: bool, the same shape.
         """
         rows = jnp.broadcast_to(jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None], ids.shape)
         holders = _add(self.extra_holders, ids, given, -1)
         unheld = given & (holders[ids] < 0)
-        # If several rows let go of one block, the first puts it back. They choose it in the count itself, which is
-        # below zero here and which that row sets to zero.
+        # If several rows release one block, the first of them returns it to the pool. The rows elect it with a minimum
+        # over the block's count, which is negative here and is reset to zero below.
         claim = rows - ids.shape[0] - 1
         holders = holders.at[self._where(unheld, ids)].min(claim, mode="drop")
         mine = unheld & (holders[ids] == claim)
         cached = mine & (self.cached_at[ids] == self.num_blocks)
 
-        # Indices in the ring: ranks among the blocks on top, and among those below.
+        # Indices in the ring, from ranks among the blocks that go on top and among those that go below.
         both = jnp.stack([(mine & ~cached).ravel(), cached.ravel()]).astype(jnp.int32)
         ranks = jnp.cumsum(both, axis=1, dtype=jnp.int32)
         num_top, num_below = ranks[0, -1], ranks[1, -1]
@@ -109,35 +109,35 @@ class BlockPool:
 
     @one_program()
     def is_cached(self, ids: jax.Array) -> jax.Array:
-        """Whether these blocks, held or free, are cached and not overwritten."""
+        """Whether these blocks, held or free, still hold a cached prefix."""
         index = self.cached_at[ids]
         waits = (index >= 0) & (self._ring(index - self.bottom) < self.num_waiting)
         waits &= self.free_list.at[index].get(mode="clip") == ids
         return (index == self.num_blocks) | waits
 
     def mark_cached(self, ids: jax.Array, wanted: jax.Array) -> "BlockPool":
-        """Marks the wanted ids, distinct held blocks, as cached."""
+        """Marks the wanted ids as cached. They must be distinct held blocks."""
         return dataclasses.replace(self, cached_at=put(self.cached_at, ids, wanted, self.num_blocks))
 
     def forget(self) -> "BlockPool":
-        """No block is cached any more. Waiting ones become free blocks like the others."""
+        """Removes the cached mark from all blocks. Waiting blocks become ordinary free blocks."""
         return dataclasses.replace(
             self, num_waiting=jnp.zeros_like(self.num_waiting), cached_at=jnp.full_like(self.cached_at, -1)
         )
 
     def acquire_cached(self, ids: jax.Array, wanted: jax.Array) -> "BlockPool":
-        """One more holder for each wanted entry of `ids`, cached blocks, held or waiting.
+        """Adds a holder for each wanted entry of `ids`, which are cached blocks, held or waiting.
 
-        Waiting ones leave the free list, and the others close ranks. Only this costs time with the size of the pool:
-        one prefix sum over the free list.
+        Waiting blocks are removed from the free list, which a prefix sum compacts. This is the only update whose cost
+        grows with the pool.
         """
         waiting = wanted & (self.cached_at[ids] != self.num_blocks)
         waiting_ids = self._where(waiting, ids)
-        # -1 before the first of them is counted. Repeats write the same.
+        # -1, so that the first holder counts to 0. Repeated ids write the same value.
         holders = self.extra_holders.at[waiting_ids].set(-1, mode="drop")
         cached_at = self.cached_at.at[waiting_ids].set(self.num_blocks, mode="drop")
 
-        # In the order of the ring: which blocks still wait. (A waiting block need not be cached: see `forget`.)
+        # In ring order, the blocks that still wait. (A waiting block need not be cached: see `forget`.)
         order = jnp.arange(self.num_blocks, dtype=jnp.int32)
         blocks = self.free_list[self._ring(self.bottom + order)]
         stays = (order < self.num_waiting) & (cached_at[blocks] != self.num_blocks)
@@ -158,14 +158,17 @@ class BlockPool:
         )
 
     def is_free(self) -> jax.Array:
-        """bool `[blocks]`, false for the null block. As large as the pool: for figures, not for a decode step."""
+        """Which blocks are free, bool `[blocks]`, False for the null block.
+
+        The cost grows with the pool: use it for statistics, not in a decode step.
+        """
         order = jnp.arange(self.num_blocks, dtype=jnp.int32)
         blocks = self.free_list[self._ring(self.bottom + order)]
         return put(jnp.zeros(self.num_blocks, jnp.bool_), blocks, order < self.num_free, True)
 
     @one_program()
     def num_holders(self) -> jax.Array:
-        """int32 `[blocks]`, 0 for the free ones and the null block. As large as the pool, as `is_free`."""
+        """Holders of each block, int32 `[blocks]`; 0 for free blocks and the null block. As slow as `is_free`."""
         return jnp.where(self.is_free(), 0, 1 + self.extra_holders).at[0].set(0)
 
     def _ring(self, indices: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""An allocator on the host: the invariants that it breaks, and its text."""
+"""Host-side inspection of an allocator: its violated invariants, and its text form."""
 
 import jax
 import numpy as np
@@ -9,7 +9,7 @@ SHOWN_SEQS = 16  # rows of a printed allocator
 
 
 def broken_invariants(allocator: AllocatorState) -> tuple[str, ...]:
-    """Names of the broken invariants, one a line below. Those that build on a broken one are not tested."""
+    """Names of the violated invariants. If one of the first group fails, the others are not tested."""
     allocator = jax.tree.map(np.asarray, allocator)
     pool, num_blocks, block_size = allocator.pool, allocator.num_blocks, allocator.block_size
     tables, lengths = allocator.rows, np.tile(allocator.lengths, allocator.num_groups)
@@ -35,7 +35,7 @@ def broken_invariants(allocator: AllocatorState) -> tuple[str, ...]:
     named = np.bincount(tables[is_entry], minlength=num_blocks)
     is_free = np.bincount(free, minlength=num_blocks) > 0
     held = np.setdiff1d(np.arange(1, num_blocks), free)
-    waiting_at = cached_at[free[:num_waiting]]  # -1: a prefix that was forgotten
+    waiting_at = cached_at[free[:num_waiting]]  # -1: a block that `forget` unmarked
     has_partial = lengths % block_size > 0
     partial = tables[has_partial, num_held[has_partial] - 1]
     rows = [row[entries] for row, entries in zip(tables, is_entry, strict=True)]
@@ -57,7 +57,7 @@ def broken_invariants(allocator: AllocatorState) -> tuple[str, ...]:
 
 
 def _are_in_view(allocator: AllocatorState, lengths: np.ndarray, passed: np.ndarray) -> bool:
-    """Whether no row has given back a token that a query from the end of its sequence on sees."""
+    """Whether every row still holds all tokens that its next query sees."""
     windows = np.repeat([w or 0 for w in allocator.windows], len(allocator.lengths))  # 0: all tokens
     first_seen = np.where(windows > 0, np.maximum(lengths - windows + 1, 0), 0)
     return bool(((passed >= 0) & (passed <= first_seen // allocator.block_size)).all())
@@ -68,9 +68,9 @@ def broken_names(invariants: dict[str, object]) -> tuple[str, ...]:
 
 
 def describe(allocator: AllocatorState) -> str:
-    """A line for the pool and one for each sequence, the first of them."""
+    """One line for the pool, and one for each of the first SHOWN_SEQS sequences that hold tokens."""
     if np.ndim(allocator.lengths) != 1 or isinstance(allocator.lengths, jax.core.Tracer):
-        return repr(allocator)  # under vmap, or while tracing: there are no numbers to show
+        return repr(allocator)  # batched by vmap, or traced: there are no values to show
     num_seqs, lengths = len(allocator.lengths), np.asarray(allocator.lengths)
     tables, is_entry = np.asarray(allocator.rows), np.asarray(allocator.is_entry(allocator.lengths))
     lines = [

@@ -1,4 +1,4 @@
-"""Which blocks are cached, and a hash table that finds a block by its tokens and all tokens before them."""
+"""The cached blocks, and a hash table that finds a block by its tokens and all tokens before them."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from jaxpaged._put import put
 from jaxpaged._threefry import threefry
 
 PROBES = 6  # buckets of the table in which a block may be listed
-# If all blocks are cached, a probe meets one of them 1 time in 8.
-BUCKETS = 8  # buckets of the table for each block of the pool, at least
+# With every block cached, a bucket is taken with a probability of at most 1/8.
+BUCKETS = 8  # minimum number of buckets per block of the pool
 
 
 class Found(NamedTuple):
-    """The listed blocks for full blocks of sequences, `[seqs, columns]`."""
+    """Result of a lookup of full blocks of sequences, arrays `[seqs, columns]`."""
 
-    tags: jax.Array  # uint32, hashes of each block and of all before it
-    probes: jax.Array  # int32 [seqs, columns, PROBES], the buckets in which each may be listed
-    are_taken: jax.Array  # bool, in that shape, by blocks that are cached
-    ids: jax.Array  # int32, the listed block with that tag and salt; 0: none
-    are_listed: jax.Array  # bool, whether there is one, and
-    are_same: jax.Array  # bool, whether it holds exactly these tokens, after the one in the column before
+    tags: jax.Array  # uint32, hash of each block and all blocks before it
+    probes: jax.Array  # int32 [seqs, columns, PROBES], buckets in which each block may be listed
+    are_taken: jax.Array  # bool [seqs, columns, PROBES], whether a cached block is in the bucket
+    ids: jax.Array  # int32, listed block with the same tag and salt; 0: none
+    are_listed: jax.Array  # bool, whether there is a listed block
+    are_same: jax.Array  # bool, whether it holds exactly these tokens, and follows the block in the column before
 
 
 @public_state
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """The cached blocks of a pool, each under its salt, its tokens and the block before it. Immutable.
+    """The cached blocks of a pool, found by salt, tokens and preceding block. Immutable.
 
     Attributes:
-        tokens: int32 `[blocks, block_size]`, the tokens of a cached block.
-        salts: int32 `[blocks]`, the tenant of a cached block.
-        serials: int32 `[blocks]`, a number unique to each cached block, from 1 on.
-        parents: int32 `[blocks]`, the serial of the block before it in its sequence; 0 for a first block.
-        tags: uint32 `[blocks]`, a hash of the salt, of the block's tokens and of all before them.
-        homes: int32 `[blocks]`, the block's bucket in `table`.
-        table: int32 `[buckets]`, a hash table of block ids. An id counts only if the block's home is there and the
-            pool still knows the block as cached; other buckets are free.
-        secret: uint32 `[4]`, the key of the hashes.
-        next_serial: int32 `[]`.
-        companions: int32 `[groups - 1, blocks]`, for a cached block of the first group the block of each other group
-            with the same tokens. It counts if the pool knows it as cached, `homes` has -1 minus its group, and its
-            serial equals the serial of the block of the first group. None for one group.
+        tokens: int32 `[blocks, block_size]`, tokens of each cached block.
+        salts: int32 `[blocks]`, salt of each cached block.
+        serials: int32 `[blocks]`, a number unique to each cached block, from 1.
+        parents: int32 `[blocks]`, serial of the preceding block of the sequence; 0 for a first block.
+        tags: uint32 `[blocks]`, hash of the salt, the block's tokens and all tokens before them.
+        homes: int32 `[blocks]`, bucket of the block in `table`.
+        table: int32 `[buckets]`, a hash table of block ids. An entry is valid only if the block's home is this bucket
+            and the pool still has the block as cached. Buckets with other entries are free.
+        secret: uint32 `[4]`, key of the hashes.
+        next_serial: int32 `[]`, serial of the next block to be listed.
+        companions: int32 `[groups - 1, blocks]`: for each cached block of the first group, the block of each other
+            group with the same tokens. A companion is valid if the pool has it as cached, its home is -1 minus its
+            group, and its serial is that of the block of the first group. None with a single group.
 
-    The hashes only say where to look: `look_up` compares the tokens. Blocks of other salts are passed over, whatever
-    their hashes, so that they hide nothing.
+    Hashes only locate candidates: `look_up` compares the tokens. It skips blocks of other salts, even if their hashes
+    are equal, so that they cannot hide a block.
     """
 
     tokens: jax.Array
@@ -69,7 +69,7 @@ class Listing:
 
     @classmethod
     def create(cls, num_blocks: int, block_size: int, num_groups: int, secret: Sequence[int]) -> Listing:
-        # One array each: two leaves that are one buffer cannot both be donated.
+        # A separate array for each field: a buffer cannot be donated twice.
         return cls(
             tokens=jnp.zeros((num_blocks, block_size), jnp.int32),
             salts=jnp.zeros(num_blocks, jnp.int32),
@@ -93,7 +93,7 @@ class Listing:
         return dataclasses.replace(self, table=jnp.zeros_like(self.table))
 
     def look_up(self, pool: BlockPool, blocks: jax.Array, salts: jax.Array) -> Found:
-        """The listed blocks for `blocks`, int32 `[seqs, columns, block_size]`, under the `salts`, int32 `[seqs]`."""
+        """Looks up `blocks`, tokens int32 `[seqs, columns, block_size]`, under `salts`, int32 `[seqs]`."""
         tags, probes = self._hash(blocks, salts)
         ids = self.table[probes]
         are_taken = pool.is_cached(ids) & (self.homes[ids] == probes)
@@ -103,45 +103,46 @@ class Listing:
         return Found(tags, probes, are_taken, ids, are_listed, self._confirm(ids, are_listed, blocks))
 
     def _hash(self, blocks: jax.Array, salts: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """tags `[seqs, columns]`, and the buckets in which each may be listed, `[seqs, columns, PROBES]`."""
-        # Without the barrier each probe computes them again, and compilation lasts minutes on a CPU.
+        """Tags `[seqs, columns]`, and the buckets in which each block may be listed, `[seqs, columns, PROBES]`."""
+        # Without the barrier XLA recomputes the hashes for each probe, and compiles for minutes on a CPU.
         tags, starts = jax.lax.optimization_barrier(chain_hashes(blocks, salts, self.secret))
-        steps = tags * np.uint32(2) + np.uint32(1)  # odd: the probes differ
+        steps = tags * np.uint32(2) + np.uint32(1)  # odd, so that the probes differ
         probes = starts[..., None] + jnp.arange(PROBES, dtype=jnp.uint32)[None, None] * steps[..., None]
         return tags, (probes & np.uint32(self.table.shape[0] - 1)).astype(jnp.int32)
 
     def _confirm(self, ids: jax.Array, listed: jax.Array, blocks: jax.Array) -> jax.Array:
-        """Whether the listed blocks hold these tokens, after the one in the column before."""
+        """Whether the listed blocks hold exactly these tokens, and follow the block in the column before."""
         before = _before(jnp.where(listed, self.serials[ids], -1))
         return listed & (self.tokens[ids] == blocks).all(axis=-1) & (self.parents[ids] == before)
 
     def add(
         self, found: Found, own: jax.Array, wanted: jax.Array, is_full: jax.Array, blocks: jax.Array, salts: jax.Array
     ) -> tuple[Listing, jax.Array, jax.Array, jax.Array]:
-        """Lists the wanted blocks, but of equal ones the first, and none whose bucket or block before it is missing.
+        """Lists the wanted blocks. Of duplicates the first wins; a block without a bucket or without its parent is
+        skipped.
 
         Args:
-            found: what `look_up` found for `blocks` and `salts`.
-            own: int32 `[seqs, columns]`, the blocks of the sequences.
-            wanted: bool, in that shape: full ones that are neither found nor cached.
-            is_full: bool, in that shape.
-            blocks: their tokens, as in `look_up`.
+            found: result of `look_up` for `blocks` and `salts`.
+            own: int32 `[seqs, columns]`, blocks of the sequences.
+            wanted: bool `[seqs, columns]`, full blocks that are neither found nor cached.
+            is_full: bool `[seqs, columns]`.
+            blocks: tokens of the blocks, as in `look_up`.
             salts: int32 `[seqs]`.
 
         Returns:
-            listing: the new one.
-            ids: int32 `[seqs, columns]`, the block that is listed for each.
-            are_listed: bool, in that shape: whether there is one for each and for all before it.
-            new: bool, in that shape: own blocks that were listed.
+            listing: the new listing.
+            ids: int32 `[seqs, columns]`, the listed block with the same tokens.
+            are_listed: bool `[seqs, columns]`, whether this block and all blocks before it are listed.
+            new: bool `[seqs, columns]`, whether the sequence's own block was listed now.
         """
-        # 1. New blocks get buckets; of equal ones the first gets one for all.
+        # 1. New blocks get buckets. Duplicates share the bucket of the first.
         table, firsts, homes = _claim_buckets(self.table, wanted, found, salts)
         entries = jnp.arange(own.size, dtype=jnp.int32).reshape(own.shape)
         are_first = firsts == entries
         ids = jnp.where(found.are_listed, found.ids, own.ravel()[firsts])
         before = _before(ids)
 
-        # 2. The block found, or the first of equal ones, has exactly the same tokens, and the same block before it.
+        # 2. The block found, or the first duplicate, must have exactly the same tokens and the same preceding block.
         same = (blocks.reshape(own.size, -1)[firsts] == blocks).all(axis=-1) & (before.ravel()[firsts] == before)
         same &= firsts % own.shape[1] == entries % own.shape[1]
         same = jnp.where(found.are_listed, found.are_same, (firsts >= 0) & same)
@@ -168,7 +169,7 @@ class Listing:
         return listing, ids, are_listed, new
 
     def companions_of(self, pool: BlockPool, firsts: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(the blocks of the other groups with the same tokens, `[groups - 1, ...]`, whether they count)."""
+        """Blocks of the other groups with the same tokens, `[groups - 1, ...]`, and whether they are valid."""
         if self.companions is None:
             return firsts[None][:0], jnp.zeros_like(firsts[None], jnp.bool_)[:0]
         ids = self.companions[:, firsts]
@@ -179,18 +180,18 @@ class Listing:
     def add_companions(
         self, pool: BlockPool, own: jax.Array, firsts: jax.Array, wanted: jax.Array
     ) -> tuple[Listing, jax.Array, jax.Array]:
-        """Lists the wanted blocks of the other groups, but of equal ones the first.
+        """Lists the wanted blocks of the other groups. Of duplicates the first wins.
 
         Args:
-            pool: which knows what is cached.
-            own: int32 `[groups - 1, seqs, columns]`, the blocks of the sequences.
-            firsts: int32 `[seqs, columns]`, the listed blocks of the first group with the same tokens.
+            pool: the allocator's pool.
+            own: int32 `[groups - 1, seqs, columns]`, blocks of the sequences.
+            firsts: int32 `[seqs, columns]`, listed blocks of the first group with the same tokens.
             wanted: bool, in the shape of `own`.
 
         Returns:
-            listing: the new one.
-            ids: int32, in the shape of `own`, the block that is listed for each wanted one.
-            new: bool, in that shape: own blocks that were listed.
+            listing: the new listing.
+            ids: int32, in the shape of `own`: the listed block for each wanted one.
+            new: bool, in the shape of `own`: whether the sequence's own block was listed now.
         """
         assert self.companions is not None
         ids, listed = self.companions_of(pool, firsts)
@@ -214,22 +215,22 @@ class Listing:
 def _claim_buckets(
     table: jax.Array, wanted: jax.Array, found: Found, salts: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Lists new blocks, all at once, in one round for each probe: the first entry that requests a bucket gets it.
+    """Assigns buckets to all new blocks, with one round per probe. The first entry that claims a bucket gets it.
 
     Returns:
-        table: with a number below 0 in the buckets that were given out.
-        firsts: int32 `[seqs, columns]`: the entry (`row * columns + column`) that got the bucket for this one and all
-            of the same tag and salt, itself among them; -1: there was none.
-        homes: int32, in the same shape: that bucket.
+        table: the table, with a negative number in each bucket that was assigned.
+        firsts: int32 `[seqs, columns]`: the entry (`row * columns + column`) that got the bucket. It represents all
+            entries with the same tag and salt. -1: no bucket was free.
+        homes: int32 `[seqs, columns]`: that bucket.
     """
     num_entries = wanted.size
     entries = jnp.arange(num_entries, dtype=jnp.int32).reshape(wanted.shape)
-    claims = entries - num_entries - 1  # below 0, the first is the least
+    claims = entries - num_entries - 1  # negative, and the first entry has the minimum
     firsts, homes = jnp.full_like(entries, -1), jnp.full_like(entries, -1)
     for probe in range(found.probes.shape[-1]):
         bucket = found.probes[..., probe]
-        asks = wanted & (firsts < 0) & ~found.are_taken[..., probe] & (table[bucket] >= 0)
-        table = table.at[jnp.where(asks, bucket, table.size)].min(claims, mode="drop")
+        is_claim = wanted & (firsts < 0) & ~found.are_taken[..., probe] & (table[bucket] >= 0)
+        table = table.at[jnp.where(is_claim, bucket, table.size)].min(claims, mode="drop")
         claim = table[bucket]
         first = jnp.where(claim < 0, claim + num_entries + 1, 0)
         served = wanted & (firsts < 0) & (claim < 0) & (found.tags.ravel()[first] == found.tags)
@@ -239,27 +240,28 @@ def _claim_buckets(
 
 
 def all_before(flags: jax.Array) -> jax.Array:
-    """Whether a row's flags are true up to here."""
+    """Whether all flags of the row are true up to and including this column."""
     return jnp.cumsum(~flags, axis=1, dtype=jnp.int32) == 0
 
 
 def _before(values: jax.Array) -> jax.Array:
-    """The value in the column before; 0 before the first."""
+    """The values shifted by one column, with 0 in the first column."""
     return jnp.pad(values[:, :-1], ((0, 0), (1, 0)))
 
 
 def chain_hashes(blocks: jax.Array, salts: jax.Array, secret: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two hashes for each block, of its salt, of its tokens and of all before it, uint32 `[seqs, columns]` each.
+    """Two hashes of each block's salt, its tokens and all tokens before them, uint32 `[seqs, columns]` each.
 
         hashes[i] = F(outer_key, sum over p < (i + 1) * block_size of F(inner_key, (p, tokens[p])))
         inner_key, outer_key = F(secret[:2], (salt, 0)), F(secret[2:], (salt, 0))
 
-    F(key, block) is Threefry-2x32, used as a pseudo-random function: a key of 64 bits, 64 bits in, 64 bits out. The
-    two hashes are the halves. The sum is modulo 2^32 in each half, so that one prefix sum makes all hashes.
+    F(key, block) is Threefry-2x32, used as a pseudo-random function with a 64-bit key, input and output. The two hashes
+    are the halves of the output. The sum is modulo 2^32 in each half, so that one prefix sum gives all hashes.
 
-    Without the secret, tokens chosen beforehand collide by chance only. Two prefixes of one salt differ at some p, and
-    F is independent there: their sums are equal with probability 2^-64. F makes independent hashes of different sums,
-    and so do different salts, which have different keys. Two tags of 32 bits are equal with probability 2^-32.
+    A user who does not know the secret can produce collisions only by chance. Two different prefixes with one salt
+    differ at some position p, where F is independent, so their sums are equal with probability 2^-64. Different sums
+    have independent hashes, and so have different salts, because their keys differ. Two 32-bit tags are equal with
+    probability 2^-32.
 
     References:
         Bellare, Guerin, Rogaway, XOR MACs (1995), for the sum of a function of position and word.

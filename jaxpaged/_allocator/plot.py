@@ -1,4 +1,4 @@
-"""The pool as a picture."""
+"""A plot of the pool."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_MARKS = 4096  # shared blocks; beyond that marks would hide the colours
+MOST_MARKS = 4096  # shared blocks with a dot; more dots would hide the colours
 
 
 def plot_blocks(allocator: BlockAllocator, *, axes: Axes | None = None) -> Axes:
-    """Draws the pool, one cell a block: coloured by the sequence that holds it, shared blocks with a dot.
+    """Plots the pool as a grid with one cell per block, coloured by the sequence that holds the block.
 
-    Free blocks are white, those where a cached prefix waits light grey, the null block black. A shared block has the
-    colour of the first sequence that names it. Runs on the host, and needs matplotlib: `pip install "jaxpaged[plot]"`.
+    Free blocks are white, free blocks with a cached prefix light grey, and the null block black. A shared block has a
+    dot, and the colour of the first sequence that holds it. Runs on the host and needs matplotlib:
+    `pip install "jaxpaged[plot]"`.
 
     Args:
-        allocator: whose pool.
-        axes: where to draw, a `matplotlib.axes.Axes`; None: on a new figure.
+        allocator: the allocator to plot.
+        axes: `matplotlib.axes.Axes` to draw on. None: a new figure.
 
     Returns:
-        The axes; `axes.figure.savefig("blocks.png")` writes the picture.
+        The axes. `axes.figure.savefig("blocks.png")` saves the plot.
     """
     import matplotlib
     import matplotlib.pyplot as plt
@@ -53,11 +54,11 @@ def plot_blocks(allocator: BlockAllocator, *, axes: Axes | None = None) -> Axes:
     return axes
 
 
-FREE, WAITING, NULL = -3, -2, -1  # in the order of the colours
+FREE, WAITING, NULL = -3, -2, -1  # in the order of `special`
 
 
 def block_owners(allocator: BlockAllocator) -> tuple[np.ndarray, np.ndarray]:
-    """(for each block the first row that names it or one of the numbers above, whether it is shared)."""
+    """For each block: the first row that holds it, or FREE, WAITING or NULL; and whether it is shared."""
     tables, is_entry = np.asarray(allocator.rows), np.asarray(allocator.is_entry(allocator.lengths))
     holders = np.asarray(allocator.pool.num_holders())
     cached = np.asarray(allocator.pool.is_cached(jnp.arange(allocator.num_blocks, dtype=jnp.int32)))

@@ -1,4 +1,4 @@
-"""The prefix cache: full blocks found again by their tokens and all tokens before them, inside jit."""
+"""The prefix cache: reuses full blocks of equal prompt beginnings, inside `jax.jit`."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ from jaxpaged._public_state import public_state
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrefixCache:
-    """The tokens in full blocks of a `BlockAllocator`'s pool, so that other prompts can share the blocks. Immutable.
+    """Finds full blocks of a `BlockAllocator` by their tokens, so that prompts with equal beginnings share blocks.
 
-    It is a pytree of its own, so that a program without it pays nothing. It describes the pool of one
-    allocator: use one prefix cache with that allocator and the allocators that follow from it.
+    Immutable. A prefix cache describes the pool of one allocator: use it only with that allocator and the allocators
+    derived from it. It is a separate pytree, so that programs without it have no extra cost. It never reads or writes
+    the `KVCache`.
 
     Attributes:
-        listing: which blocks are cached, with which tokens.
-        num_lookups: int32 `[]`, full blocks that `match_prefix` looked up; modulo 2^32, as is `num_hits`.
-        num_hits: int32 `[]`, full blocks that it found.
+        listing: the cached blocks and their tokens.
+        num_lookups: int32 `[]`, number of full blocks that `match_prefix` looked up, modulo 2^32.
+        num_hits: int32 `[]`, number of full blocks that it found, modulo 2^32.
 
-    With several groups of layers the blocks of the first group are looked up, and the others go with them. A match
-    ends where each group has all blocks that its window shows there.
+    Matches are exact. A hash only locates a block; the block's tokens, its salt and the serial of the preceding block
+    are then compared. A hash collision causes at most a miss, never another sequence's tokens.
 
-    A match is exact. The hashes only say where to look. The block found there is compared token by token, with its
-    salt and with the serial of the block matched before it, so that a collision never serves another sequence's tokens.
-    It costs at most a miss.
+    Salts isolate tenants: a sequence finds only blocks that were inserted with its own salt, and blocks of other salts
+    cannot hide them. Tenants share the hash table and the pool. With a random `secret`, a tenant cannot choose tokens
+    that collide with another tenant's.
 
-    Salts keep tenants apart. A sequence finds only blocks inserted under its own salt, and a lookup passes over the
-    blocks of other salts, whatever their hashes. Tenants share the buckets of the table and the blocks of the pool.
-    With a random `secret`, a tenant who chooses tokens cannot aim at another's buckets: see `chain_hashes`.
+    A block stays cached while it is held, and afterwards until the allocator needs its space. The allocator hands out
+    free blocks that are not cached first, then the least recently used cached blocks, the tail of a sequence before its
+    head.
 
-    A block stays cached while it is held, and after that until its space is needed. Free blocks that are not cached are
-    handed out first, then the cached ones unused longest, of a sequence the tail before the head. Nothing here reads or
-    writes the `KVCache`.
+    With several layer groups, the blocks of the first group are looked up, and the blocks of the other groups are
+    stored with them. A match ends at a position where every group has all blocks that its window shows.
     """
 
     listing: Listing
@@ -57,32 +57,32 @@ class PrefixCache:
 
     @classmethod
     def create(cls, *, num_blocks: int, block_size: int, secret: int = 0, num_groups: int = 1) -> PrefixCache:
-        """An empty one for an allocator of `num_blocks` blocks of `block_size` tokens.
+        """Creates an empty prefix cache for an allocator of the same sizes.
 
         Args:
-            num_blocks: blocks in the pool, the null block included.
-            block_size: tokens in a block.
-            secret: the key of the hashes, below 2^128. Tenants who do not trust each other need a random one:
-                `secrets.randbits(128)`. It does not change what is found. Call `create` outside of `jit`: traced, the
-                number is a constant of the program.
-            num_groups: the allocator's groups of layers.
+            num_blocks: blocks in the pool, including the null block.
+            block_size: tokens per block.
+            secret: key of the hashes, an int below 2^128. If tenants do not trust each other, use a random key,
+                `secrets.randbits(128)`. The key does not change the matches. Call `create` outside of `jax.jit`, where
+                the secret would become a constant of the program.
+            num_groups: number of the allocator's layer groups.
 
         Raises:
-            ValueError: `num_blocks` below 2, `block_size` or `num_groups` below 1, a table of 2^31 buckets and more, or
-                a `secret` below 0 or from 2^128 on.
+            ValueError: a size is not an int, `num_blocks` is below 2 or needs a hash table of 2^31 buckets or more,
+                `block_size` or `num_groups` is below 1, or `secret` is not from 0 to 2^128 - 1.
 
         Example:
             >>> import jax.numpy as jnp, jaxpaged
             >>> allocator = jaxpaged.BlockAllocator.create(num_blocks=8, block_size=2, num_seqs=2, max_blocks_per_seq=4)
             >>> prefix_cache = jaxpaged.PrefixCache.create(num_blocks=8, block_size=2)
             >>> prompts = jnp.array([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]])
-            >>> allocator, slots, ok = allocator.append(jnp.array([5, 0]), q_len=5)  # the first prompt, and ...
-            >>> prefix_cache, allocator = prefix_cache.insert(allocator, prompts)  # ... once its tokens are written
-            >>> lengths = jnp.array([0, 5])  # the second
+            >>> allocator, slots, ok = allocator.append(jnp.array([5, 0]), q_len=5)  # the first prompt
+            >>> prefix_cache, allocator = prefix_cache.insert(allocator, prompts)  # after its tokens are written
+            >>> lengths = jnp.array([0, 5])  # the second prompt
             >>> prefix_cache, allocator, num_cached = prefix_cache.match_prefix(allocator, prompts, lengths)
             >>> num_cached.tolist(), allocator.block_tables.tolist()
             ([0, 4], [[1, 2, 3, 0], [1, 2, 0, 0]])
-            >>> allocator, slots, ok = allocator.append(lengths - num_cached, q_len=5)  # the rest of it
+            >>> allocator, slots, ok = allocator.append(lengths - num_cached, q_len=5)  # the rest of the second prompt
         """
         num_blocks = checked_size("num_blocks", num_blocks, 2, 2**30 // BUCKETS)
         block_size = checked_size("block_size", block_size)
@@ -98,7 +98,7 @@ class PrefixCache:
 
     @property
     def hit_rate(self) -> jax.Array:
-        """Blocks found divided by blocks looked up, float32 `[]`; 0 before the first lookup."""
+        """`num_hits / num_lookups`, float32 `[]`; 0 before the first lookup."""
         return self.num_hits.astype(jnp.float32) / jnp.maximum(self.num_lookups, 1).astype(jnp.float32)
 
     def match_prefix(
@@ -106,25 +106,25 @@ class PrefixCache:
     ) -> tuple[PrefixCache, BlockAllocator, jax.Array]:
         """Starts sequences in empty rows with the cached blocks of their prompts.
 
-        Only full blocks are shared, and never a whole prompt: its last token is computed, because its logits are
-        needed. Append the rest with `append(lengths - num_cached, q_len=...)`. With prompts at the end of their
-        rows, the same `tokens` fit the slots that it returns: cached tokens have slots of padding. If that `append` is
-        refused, the row keeps the cached blocks until `free`.
+        Only full blocks are shared. The last token of a prompt is never shared, because its logits are needed. Append
+        the rest of each prompt with `append(lengths - num_cached, q_len=...)`. The same right-aligned `tokens` match
+        the slots that `append` returns, where cached tokens have padding. If `append` refuses a row, the row keeps its
+        cached blocks until `free`.
 
         Args:
-            allocator: the allocator whose blocks these are.
-            tokens: int32 `[seqs, width]`, each prompt at the end of its row.
-            lengths: int32 `[seqs]`, the prompts' lengths; 0: leave this row as it is.
-            salts: int32 `[seqs]`: only blocks inserted with the same salt are found. None: 0.
+            allocator: the allocator of the cached blocks.
+            tokens: int32 `[seqs, width]`, each prompt right-aligned in its row.
+            lengths: int32 `[seqs]`, length of each prompt in tokens; 0 leaves the row unchanged.
+            salts: int32 `[seqs]`, only blocks inserted with the same salt are found. None: 0.
 
         Returns:
-            prefix_cache: the new one, which differs in the counts.
-            allocator: the new one. Each row holds the blocks that were found for it.
-            num_cached: int32 `[seqs]`, in tokens, a multiple of the block size. It is 0, and the row unchanged, if
-                nothing was found, the row is occupied, or the length is negative or above `width`.
+            prefix_cache: the new prefix cache, with new counts.
+            allocator: the new allocator, in which each row holds the blocks found for it.
+            num_cached: int32 `[seqs]`, number of cached tokens, a multiple of the block size. It is 0, and the row is
+                unchanged, if nothing was found, the row is occupied, or the length is negative or above `width`.
 
         Raises:
-            ValueError: shapes, dtypes or sizes that do not fit.
+            ValueError: an array has the wrong shape or dtype, or the allocator's sizes are not those of `create`.
 
         Example: see `create`.
         """
@@ -148,26 +148,26 @@ class PrefixCache:
     def insert(
         self, allocator: BlockAllocator, tokens: ArrayLike, *, salts: ArrayLike | None = None
     ) -> tuple[PrefixCache, BlockAllocator]:
-        """Caches the full blocks of sequences, after their keys and values were written.
+        """Caches the full blocks of sequences. Call it after their keys and values are written.
 
-        If a block's tokens and all tokens before them are cached already, the sequence uses the cached block and gives
-        its own back. A prefix that several sequences computed side by side is so kept once.
+        If a block with the same tokens, after the same prefix, is already cached, the sequence switches to the cached
+        block and releases its own. So a prefix that several sequences computed at the same time is kept only once.
 
-        If all buckets in which a block may be listed are in use, the block is not cached, nor are the blocks
-        after it in its sequence. With every block of the pool cached, fewer than 1 block in 100,000 meets this.
+        If all buckets in which a block may be listed are in use, the block and the blocks after it in its sequence are
+        not cached. With every block of the pool cached, this affects fewer than 1 block in 100,000.
 
         Args:
-            allocator: the allocator whose blocks these are.
-            tokens: int32 `[seqs, width]`, all tokens of each sequence, the newest at the end of the row. Of a
-                sequence longer than `width` nothing is cached.
+            allocator: the allocator of the sequences.
+            tokens: int32 `[seqs, width]`, all tokens of each sequence, right-aligned. A sequence longer than `width` is
+                not cached.
             salts: int32 `[seqs]`, as in `match_prefix`. None: 0.
 
         Returns:
-            prefix_cache: the new one.
-            allocator: the new one. Tables may name other blocks with the same tokens; lengths do not change.
+            prefix_cache: the new prefix cache.
+            allocator: the new allocator. Tables may name other blocks with the same tokens; lengths do not change.
 
         Raises:
-            ValueError: shapes, dtypes or sizes that do not fit.
+            ValueError: an array has the wrong shape or dtype, or the allocator's sizes are not those of `create`.
 
         Example: see `create`.
         """
@@ -187,17 +187,17 @@ class PrefixCache:
     def find(
         self, allocator: BlockAllocator, blocks: jax.Array, num_full: jax.Array, salts: jax.Array
     ) -> tuple[PrefixMatch, jax.Array]:
-        """The cached blocks with which sequences begin.
+        """Finds the cached blocks with which sequences begin.
 
         Args:
-            allocator: whose blocks these are.
-            blocks: int32 `[seqs, columns, block_size]`, each sequence's tokens from the first on, in full blocks.
-            num_full: int32 `[seqs]`, how many of them are asked for.
+            allocator: the allocator of the cached blocks.
+            blocks: int32 `[seqs, columns, block_size]`, tokens of each sequence from its beginning, in full blocks.
+            num_full: int32 `[seqs]`, number of blocks to look up.
             salts: int32 `[seqs]`.
 
         Returns:
-            matches: a row for each sequence.
-            tags: uint32 `[seqs, columns]`: a hash of the block and of all blocks before it.
+            matches: the matches, one row per sequence.
+            tags: uint32 `[seqs, columns]`, hash of each block and all blocks before it.
         """
         found = self.listing.look_up(allocator.pool, blocks, salts)
         there = all_before(_first_columns(num_full, blocks.shape[1]) & found.are_same)
@@ -210,7 +210,7 @@ class PrefixCache:
         return longest_matches(allocator, num_full, ids, are_there), found.tags
 
     def count(self, matches: PrefixMatch) -> PrefixCache:
-        """With what was looked up, and what of it was found, in the counts."""
+        """Adds the lookups and hits of `matches` to the counts."""
         return dataclasses.replace(
             self,
             num_lookups=self.num_lookups + matches.num_asked.sum(dtype=jnp.int32),
@@ -220,7 +220,8 @@ class PrefixCache:
     def insert_blocks(
         self, allocator: BlockAllocator, blocks: jax.Array, num_full: jax.Array, salts: jax.Array
     ) -> tuple[PrefixCache, BlockAllocator, jax.Array]:
-        """As `insert`, of the first `num_full` blocks of each row, given as to `find`; and their tags."""
+        """Same as `insert` for the first `num_full` blocks of each row, with arguments as in `find`. Also returns the
+        tags."""
         num_seqs, num_columns = blocks.shape[:2]
         is_full = _first_columns(num_full, num_columns)
         owns, are_own = _entries(allocator, num_columns)
@@ -240,21 +241,20 @@ class PrefixCache:
         return dataclasses.replace(self, listing=listing), allocator, found.tags
 
     def clear(self, allocator: BlockAllocator) -> tuple[PrefixCache, BlockAllocator]:
-        """Forgets every block, as when the weights change: no block computed with the old weights is found again.
+        """Removes all blocks from the prefix cache, for example when the model's weights change.
 
-        Sequences keep their blocks, and `insert` caches them again: first free the sequences whose tokens are no longer
-        valid. The order of free blocks does not change, and no free block is cached. The counts of lookups and hits
-        stay.
+        Sequences keep their blocks, and a later `insert` would cache these again, so first free the sequences that were
+        computed with the old weights. The order of the free blocks and the counts of lookups and hits do not change.
 
         Args:
-            allocator: the allocator whose blocks these are.
+            allocator: the allocator of the cached blocks.
 
         Returns:
-            prefix_cache: an empty one, with the same secret.
-            allocator: the new one. Going back to an older one does not bring the forgotten blocks back.
+            prefix_cache: an empty prefix cache with the same secret.
+            allocator: the new allocator. Going back to an older allocator does not restore the removed blocks.
 
         Raises:
-            ValueError: an allocator of other sizes.
+            ValueError: the allocator's sizes are not those of `create`.
 
         Example:
             >>> import jax.numpy as jnp, jaxpaged
@@ -275,7 +275,8 @@ class PrefixCache:
         sizes, wanted = self.listing.sizes, (allocator.num_blocks, allocator.block_size, allocator.num_groups)
         if sizes != wanted:
             raise ValueError(
-                f"a prefix cache has its allocator's (num_blocks, block_size, num_groups), {wanted}; got {sizes}."
+                "a prefix cache must have its allocator's (num_blocks, block_size, num_groups); got "
+                f"{sizes} for an allocator with {wanted}. Pass the allocator's sizes to PrefixCache.create."
             )
 
     def _check(self, allocator: BlockAllocator, tokens: Any, salts: Any) -> tuple[jax.Array, jax.Array]:
@@ -286,14 +287,14 @@ class PrefixCache:
 
 
 def _entries(allocator: BlockAllocator, num_columns: int) -> tuple[jax.Array, jax.Array]:
-    """The first columns of the tables, `[groups, seqs, columns]`, and which of them are blocks that the rows hold."""
+    """The first columns of the tables, `[groups, seqs, columns]`, and which of these entries the rows hold."""
     shape = allocator.num_groups, -1, num_columns
     is_entry = allocator.is_entry(allocator.lengths)
     return tuple(x[:, :num_columns].reshape(shape) for x in (allocator.rows, is_entry))  # type: ignore[return-value]
 
 
 def _in_blocks(allocator: BlockAllocator, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Rows with the newest token last -> the full blocks from the first token on, `[seqs, columns, block_size]`."""
+    """Cuts right-aligned tokens into blocks from each sequence's first token, `[seqs, columns, block_size]`."""
     width, block_size = tokens.shape[1], allocator.block_size
     num_columns = min(width // block_size, allocator.block_tables.shape[-1])
     position = jnp.arange(num_columns * block_size, dtype=jnp.int32)[None]
@@ -302,22 +303,22 @@ def _in_blocks(allocator: BlockAllocator, tokens: jax.Array, lengths: jax.Array)
 
 
 def _first_columns(counts: jax.Array, num_columns: int) -> jax.Array:
-    """The first `counts` columns of each row, bool `[rows, columns]`."""
+    """Mask of the first `counts` columns of each row, bool `[rows, columns]`."""
     return jnp.arange(num_columns, dtype=jnp.int32)[None] < counts[:, None]
 
 
 def _with_cached(
     allocator: BlockAllocator, pool: BlockPool, first: int, own: jax.Array, ids: jax.Array, wanted: jax.Array
 ) -> BlockAllocator:
-    """Rows hold cached blocks with the same tokens in place of their own wanted blocks, which they let go.
+    """Replaces the wanted blocks of rows with cached blocks that have the same tokens, and releases the old ones.
 
     Args:
-        allocator: its tables change.
-        pool: its pool.
-        first: the first of the rows of the tables.
-        own: int32 `[rows, columns]`, the first columns of the rows.
-        ids: int32, in that shape: the cached blocks.
-        wanted: bool, in that shape.
+        allocator: allocator whose tables change.
+        pool: the allocator's pool, with marks of newly cached blocks.
+        first: index of the first table row.
+        own: int32 `[rows, columns]`, the first columns of these rows.
+        ids: int32 `[rows, columns]`, cached blocks.
+        wanted: bool `[rows, columns]`.
     """
     shared = wanted & (ids != own)
     pool = pool.acquire_cached(ids, shared).let_go(own, shared)

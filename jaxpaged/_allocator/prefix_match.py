@@ -14,27 +14,28 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrefixMatch:
-    """The cached blocks with which sequences may begin, one row each."""
+    """The cached blocks with which sequences may begin, one row per sequence."""
 
-    num_asked: jax.Array  # int32 [seqs], full blocks that were looked up
-    num_found: jax.Array  # int32 [seqs], those that were found, in each group
-    ids: jax.Array  # int32 [seqs, groups, columns]
-    begin: jax.Array  # bool [seqs, groups, columns]: those that a row begins with, not those its window has passed
+    num_asked: jax.Array  # int32 [seqs], number of full blocks that were looked up
+    num_found: jax.Array  # int32 [seqs], number of blocks that were found, per group
+    ids: jax.Array  # int32 [seqs, groups, columns], cached blocks
+    begin: jax.Array  # bool [seqs, groups, columns], whether the row begins with this block: matched, and in the window
 
     @property
     def num_blocks(self) -> jax.Array:
-        """Blocks that each begins with, in all groups."""
+        """Number of blocks with which each sequence begins, in all groups together, int32 `[seqs]`."""
         return self.begin.sum(axis=(1, 2), dtype=jnp.int32)
 
 
 def longest_matches(allocator: BlockAllocator, num_asked: jax.Array, ids: jax.Array, there: jax.Array) -> PrefixMatch:
-    """The longest prefixes after which each group has all blocks that its window shows there.
+    """The longest prefixes at whose end each group has all blocks that its window shows.
 
     Args:
-        allocator: with the windows.
-        num_asked: int32 `[seqs]`.
-        ids: int32 `[groups, seqs, columns]`.
-        there: bool, in that shape: which of them are cached. In the first group, none after one that is not.
+        allocator: the allocator, for its windows.
+        num_asked: int32 `[seqs]`, number of blocks that were looked up.
+        ids: int32 `[groups, seqs, columns]`, cached blocks.
+        there: bool `[groups, seqs, columns]`, whether the block is cached. In the first group, a block counts only if
+            all blocks before it are cached.
     """
     column = jnp.arange(ids.shape[2], dtype=jnp.int32)
     first = allocator.num_passed_at((column + 1) * allocator.block_size)[:, None]  # [groups, 1, columns]
@@ -47,9 +48,9 @@ def longest_matches(allocator: BlockAllocator, num_asked: jax.Array, ids: jax.Ar
 
 
 def begin_with(allocator: BlockAllocator, matches: PrefixMatch) -> tuple[BlockAllocator, jax.Array]:
-    """Empty sequences begin with the cached blocks that were found for them; the others do not change.
+    """Puts the matched blocks into empty rows. Rows without a match do not change.
 
-    Also returns how many tokens these hold, int32 `[seqs]`.
+    Returns the new allocator, and the number of cached tokens of each sequence, int32 `[seqs]`.
     """
     num_columns, tables, num_passed = matches.ids.shape[2], allocator.rows, allocator.num_passed
     ids, begin = (x.swapaxes(0, 1).reshape(-1, num_columns) for x in (matches.ids, matches.begin))

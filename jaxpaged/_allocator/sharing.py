@@ -1,4 +1,4 @@
-"""Sequences that share blocks: forking, and shortening one that shares its last block."""
+"""`fork` and `rollback`: operations on sequences that share blocks."""
 
 import dataclasses
 
@@ -26,19 +26,19 @@ def fork[S: AllocatorState](allocator: S, parents: jax.Array, replace: bool) -> 
     children = dataclasses.replace(allocator, num_passed=None if num_passed is None else num_passed[:, parents])
     entry, partial = lengths // allocator.block_size, lengths % allocator.block_size > 0
 
-    # 1. Every child of a parent with a partly filled last block needs a block of its own, except one that inherits
-    # it. Inheriting is sound only if the parent is surely replaced, that is, if no row is refused.
+    # 1. Every child of a parent with a partly filled last block needs its own copy, except one that inherits the block.
+    # A child may inherit it only if the parent is certain to be replaced, that is, if no row is refused.
     first = jnp.full(num_seqs, num_seqs, jnp.int32).at[jnp.where(legal, parents, num_seqs)].min(rows, mode="drop")
     heir = legal & legal[parents] & (first[parents] == rows)
     heir &= num_groups * (legal & partial & ~heir).sum(dtype=jnp.int32) <= allocator.num_free
 
-    # 2. The tables, with the new blocks in them.
+    # 2. The tables with the new blocks.
     entry = allocator.per_row(entry)
     needs_copy = allocator.per_row(legal & partial & ~heir)
     ok, pool, copied_tables, is_copy, copies = _with_copies(allocator, tables, entry, legal, needs_copy)
     are_ok = allocator.per_row(ok)
 
-    # 3. The children hold the shared blocks, and let go of their old ones.
+    # 3. The children become holders of the shared blocks, and release their old blocks.
     pool = pool.share(tables, are_ok[:, None] & ~is_copy & children.is_entry(lengths))
     if replace:
         pool = pool.let_go(allocator.rows, are_ok[:, None] & allocator.is_entry(allocator.lengths))
@@ -55,10 +55,10 @@ def fork[S: AllocatorState](allocator: S, parents: jax.Array, replace: bool) -> 
 def rollback[S: AllocatorState](allocator: S, lengths: jax.Array) -> tuple[S, Copies, jax.Array]:
     tables, num_passed = allocator.rows, allocator.num_passed
     legal = (lengths >= 0) & (lengths <= allocator.lengths)
-    if num_passed is not None:  # the tokens that the windows show at the new end must still be there
+    if num_passed is not None:  # the sequence must still hold the tokens that the windows show at the new end
         legal &= (lengths == 0) | (num_passed <= allocator.num_passed_at(lengths)).all(axis=0)
     entry, partial = lengths // allocator.block_size, lengths % allocator.block_size > 0
-    cut = legal & partial & (lengths < allocator.lengths)  # ends inside a block, whose further tokens are dropped
+    cut = legal & partial & (lengths < allocator.lengths)  # the new end is inside a block
     entry = allocator.per_row(entry)
     last_ids = _entries(tables, entry)
     kept_by_others = (allocator.pool.extra_holders[last_ids] > 0) | (
@@ -78,10 +78,10 @@ def rollback[S: AllocatorState](allocator: S, lengths: jax.Array) -> tuple[S, Co
 def _with_copies(
     allocator: AllocatorState, tables: jax.Array, entry: jax.Array, legal: jax.Array, needs_copy: jax.Array
 ) -> tuple[jax.Array, BlockPool, jax.Array, jax.Array, Copies]:
-    """Grants blocks to rows that need a copy of the block at their `entry` of `tables`, int32 `[groups * seqs]`.
+    """Grants a block to each row that needs a copy of the block at its `entry` of `tables`, int32 `[groups * seqs]`.
 
-    Returns which sequences are granted all that they need, the pool without the blocks, the tables with them, in which
-    entries they are, and the copies.
+    Returns: which sequences got all blocks that they need, the pool without these blocks, the tables with them, a mask
+    of their table entries, and the copies.
     """
     needed = needs_copy.astype(jnp.int32)
     ok, starts, total = allocator.grant(legal, needed)
@@ -96,5 +96,6 @@ def _entries(tables: jax.Array, entry: jax.Array) -> jax.Array:
 
 
 def _read_once(*values: jax.Array) -> tuple[jax.Array, ...]:
-    """Values read from the pool before it is written. Without the barrier XLA reads again after it, from copies."""
+    """Keeps values that were read from the pool before a write. Without the barrier XLA may copy the pool to read them
+    again."""
     return jax.lax.optimization_barrier(values)

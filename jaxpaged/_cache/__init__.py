@@ -1,1 +1,1 @@
-"""The key/value cache: its form, writes, copies and transfers of blocks."""
+"""The KV cache: its arrays, and writes, copies and transfers of blocks."""

@@ -1,4 +1,4 @@
-"""How many blocks and sequences fit into a memory: arithmetic on Python's integers."""
+"""The number of blocks and sequences that fit into a given amount of memory, in Python integers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ NULL_BLOCKS = 1
 
 @dataclasses.dataclass(frozen=True)
 class CacheCapacity:
-    """The capacity of a memory, from `cache_capacity`. `str` of it is two lines of text.
+    """Capacity of a paged cache, made by `cache_capacity`. `str` gives a summary of two lines.
 
     Attributes:
-        block_size: tokens in a block.
-        bytes_per_token: keys, values and scales of a token, in all layers.
-        num_blocks: blocks in the pool of each cache, the null block included: the argument of `KVCache.create` and
+        block_size: tokens per block.
+        bytes_per_token: bytes of one token's keys, values and scales in all layers.
+        num_blocks: blocks in the pool of each cache, including the null block; the `num_blocks` of `KVCache.create` and
             `BlockAllocator.create`.
-        num_bytes: of all caches.
-        num_tokens: what these blocks hold, the null block left out; with windows, if no sequence is longer than them.
-        num_seqs: sequences of the given lengths held at once, on average.
-        max_length: tokens of the longest sequence that a contiguous cache provides for.
-        num_contiguous_seqs: sequences in a contiguous cache of the same memory, dtype and scales.
+        num_bytes: bytes of all caches.
+        num_tokens: tokens that the blocks hold, without the null block. With windows, for sequences no longer than the
+            windows.
+        num_seqs: average number of sequences of the given lengths that fit at once.
+        max_length: tokens that a contiguous cache would reserve for each sequence.
+        num_contiguous_seqs: number of sequences in a contiguous cache with the same memory, dtype and scales.
     """
 
     block_size: int
@@ -65,35 +66,40 @@ def cache_capacity(
     max_length: int | None = None,
     windows: Sequence[int | None] | None = None,
 ) -> CacheCapacity:
-    """How many blocks fit into a memory, and how many sequences into these blocks.
+    """Computes how many blocks fit into a given amount of memory, and how many sequences fit into these blocks.
 
-        bytes a token = num_layers * num_kv_heads * ((head_dim + value_dim) * itemsize + bytes of two scales)
-        bytes of a latent one = num_layers * num_kv_heads * (head_dim * itemsize + bytes of its scale)
-        blocks of a sequence = ceil(length / block_size)
+        bytes per token = num_layers * num_kv_heads * ((head_dim + value_dim) * itemsize + bytes of two scales)
+        bytes per token, latent = num_layers * num_kv_heads * (head_dim * itemsize + bytes of one scale)
+        blocks per sequence = ceil(length / block_size)
 
-    It agrees to the byte with `KVCache.create`, for a cache of each layer and for a stack. Subtract what else lives on
-    the device: weights, activations, and what XLA sets aside. `jax.devices()[0].memory_stats()["bytes_limit"]` is what
-    JAX may use of a GPU. With the KV heads sharded over several devices, pass one device's memory and KV heads.
+    The result agrees to the byte with `KVCache.create`, for one cache per layer and for a stack. Memory for the
+    weights, activations and XLA's temporary buffers is not included: subtract it from what JAX may use on the GPU,
+    `jax.devices()[0].memory_stats()["bytes_limit"]`. If the KV heads are sharded over several devices, pass the memory
+    and the number of KV heads of one device.
 
     Args:
-        memory_bytes: for the caches of all layers.
-        lengths: in tokens, prompt and new ones, of a sample of the sequences: `[420]` if only an average is known.
-        num_layers: layers with a cache.
-        num_kv_heads: KV heads.
-        head_dim: numbers a head.
-        value_dim: as in `KVCache.create`, like the next.
-        is_latent: whether values are numbers of the keys.
-        block_size: tokens in a block.
-        dtype: as in `KVCache.create`, like the next.
-        scale_per: what has its own scale in a quantised cache.
-        max_length: what a contiguous cache provides for each sequence; None: the longest of `lengths`.
-        windows: each layer's `sliding_window` or None, for a model whose layers are in `layer_groups`. None: all layers
-            share one table.
+        memory_bytes: bytes for the caches of all layers.
+        lengths: lengths of typical sequences in tokens, prompt and completion together. If only the average is known,
+            pass `[average]`.
+        num_layers: number of layers with a cache.
+        num_kv_heads: number of KV heads.
+        head_dim: numbers per head.
+        value_dim: numbers per value, as in `KVCache.create`.
+        is_latent: whether values are part of the keys, as in `KVCache.create`.
+        block_size: tokens per block.
+        dtype: dtype of the cache, as in `KVCache.create`.
+        scale_per: granularity of the scales of a quantised cache, as in `KVCache.create`.
+        max_length: tokens that a contiguous cache would reserve for each sequence. None: the longest of `lengths`.
+        windows: sliding window of each layer in tokens, or None, for a model that uses `layer_groups`. None: all layers
+            share one block table.
+
+    Returns:
+        The capacity.
 
     Raises:
-        ValueError: a size that is no int or below 1, no length, one above `max_length`, a dtype or scale that
-            `KVCache.create` does not accept, windows of another number of layers, or a memory too small for one block
-            and the null block.
+        ValueError: a size is not an int or below 1; `lengths` is empty or has a length above `max_length`;
+            `KVCache.create` does not accept the dtype or scales; `windows` does not have `num_layers` entries; or the
+            memory is too small for one block besides the null block.
 
     Example:
         >>> import jaxpaged
@@ -115,7 +121,9 @@ def cache_capacity(
     memory_bytes = checked_size("memory_bytes", memory_bytes)
     lengths = [checked_size("a length", length) for length in lengths]
     if not lengths:
-        raise ValueError("lengths must have at least one length; pass [average] where no sample is at hand.")
+        raise ValueError(
+            "lengths must have at least one length; got none. If you know only the average, pass [average]."
+        )
     max_length = max(lengths) if max_length is None else checked_size("max_length", max_length, max(lengths))
     windows = [None] * num_layers if windows is None else list(windows)
     if len(windows) != num_layers:
@@ -123,7 +131,7 @@ def cache_capacity(
     groups = layer_groups(windows)
     granularity = checked_granularity(dtype, scale_per)
 
-    widths = [head_dim] if is_latent else [head_dim, value_dim]  # one for each array
+    widths = [head_dim] if is_latent else [head_dim, value_dim]  # one per array
     scale_bytes = SCALE_BYTES if granularity == "token_head" else 0
     head_bytes = sum(width * jnp.dtype(dtype).itemsize + scale_bytes for width in widths)
     bytes_per_token = num_layers * num_kv_heads * head_bytes
@@ -133,8 +141,9 @@ def cache_capacity(
     num_blocks = (memory_bytes - fixed_bytes) // block_bytes
     if num_blocks <= NULL_BLOCKS:
         raise ValueError(
-            f"{memory_bytes=} holds {max(num_blocks, 0)} blocks of {block_bytes} bytes, and the null block is one. "
-            f"Pass at least {(NULL_BLOCKS + 1) * block_bytes + fixed_bytes}."
+            f"memory_bytes must have room for two blocks, one of them the null block; got {memory_bytes=}, which holds "
+            f"{max(num_blocks, 0)} blocks of {block_bytes} bytes. Pass at least "
+            f"{(NULL_BLOCKS + 1) * block_bytes + fixed_bytes}."
         )
     blocks_needed = sum(groups.num_blocks(length, block_size=block_size) for length in lengths)
     return CacheCapacity(

@@ -1,4 +1,4 @@
-"""Copying blocks over other blocks of the same cache: by a kernel on the GPUs that it is for, elsewhere by XLA."""
+"""Copies blocks within a cache: with a kernel on GPUs that support it, otherwise with XLA."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ def copy_blocks(cache: KVCache, source_ids: ArrayLike, destination_ids: ArrayLik
 
         new[destination_ids[i]] = old[source_ids[i]],    keys, values and their scales, in every layer of a stack
 
-    All sources are read before anything is written, so a block may be both: pairs (1, 2), (2, 3) move the old block 2.
-    If several pairs have the same destination, the last one counts. Copy caches of separate layers one by one:
-    `caches = tuple(copy_blocks(cache, source_ids, destination_ids) for cache in caches)`.
+    All sources are read before any destination is written, so a block may be both: the pairs (1, 2), (2, 3) copy the
+    old block 2 to block 3. If several pairs have the same destination, the last pair wins. With one cache per layer,
+    copy each cache: `caches = tuple(copy_blocks(cache, source_ids, destination_ids) for cache in caches)`.
 
     Args:
         cache: one layer's cache, or a stack of layers.
-        source_ids: int32 `[pairs]`, block ids.
-        destination_ids: int32 `[pairs]`. A pair in which either id is 0, the null block, or outside the pool is
-            padding: nothing is copied.
+        source_ids: int32 `[pairs]`, block ids to read.
+        destination_ids: int32 `[pairs]`, block ids to write. A pair is padding, and copies nothing, if either id is 0
+            (the null block) or outside the pool.
 
     Returns:
         The new cache.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: the cache's arrays do not match, or the ids are not int32 `[pairs]` of one length.
 
     Bytes moved, with `block_bytes = 2 * layers * block_size * kv_heads * head_dim * itemsize`:
 
     - On GPUs of compute capability 9.0 a kernel reads and writes each block once, `2 * pairs * block_bytes`, and
-      moves nothing for padding. Blocks that are both read and overwritten are set aside in between, which doubles
-      their bytes and reserves at most 512 KiB a pair.
-    - Elsewhere XLA does it, and also for keys and values of different width, for scales of each token and head, on
-      several devices of an auto mesh outside of `jax.shard_map`, under `vmap` and under differentiation. It sets all
-      blocks aside: `4 * pairs * block_bytes`, with padding.
+      moves nothing for padding. Blocks that are both read and overwritten go through a temporary buffer, which doubles
+      their bytes and reserves at most 512 KiB per pair.
+    - Otherwise XLA copies: on other devices, for keys and values of different width, for scales per token and head, on
+      several devices of an auto mesh outside `jax.shard_map`, and under `vmap` and differentiation. All blocks go
+      through a temporary buffer: `4 * pairs * block_bytes`, padding included.
 
-    Nothing is as large as the cache.
+    No temporary buffer is as large as the cache.
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged
@@ -90,7 +90,8 @@ def copy_by_xla(cache: KVCache, source_ids: jax.Array, destination_ids: jax.Arra
     destinations = distinct(jnp.where(legal, destination_ids, 0), num_blocks)
 
     def copy(pool: jax.Array) -> jax.Array:
-        # Fused into the scatter, the gather would read what that overwrites: on a GPU XLA copied the pool, twice.
+        # If the gather is fused into the scatter, it reads blocks that the scatter overwrites, and XLA on a GPU copies
+        # the whole pool twice.
         taken = lax.optimization_barrier(take_blocks(pool, sources, cache))
         return put_blocks(pool, taken, destinations, cache)
 
@@ -98,7 +99,7 @@ def copy_by_xla(cache: KVCache, source_ids: jax.Array, destination_ids: jax.Arra
 
 
 def _choose(cache: KVCache, num_pairs: int) -> Choice | Refusal:
-    """A refusal if XLA copies."""
+    """The kernel and its config, or a refusal if XLA has to copy."""
     try:
         gpu = _device.gpu()
     except NotImplementedError as no_gpu:
@@ -108,14 +109,14 @@ def _choose(cache: KVCache, num_pairs: int) -> Choice | Refusal:
 
 
 def _flat_pools(cache: KVCache) -> tuple[jax.Array, ...]:
-    """As the kernel gets them, [layers, blocks, numbers]."""
+    """The pools in the kernel's layout, [layers, blocks, numbers]."""
     return tuple(pool.reshape(*layers_and_blocks(pool, cache), -1) for pool in _pools(cache).values())
 
 
 def _launch(choice: Choice, cache: KVCache, source_ids: jax.Array, destination_ids: jax.Array) -> KVCache:
     copies = Copies(_flat_pools(cache), *plan(source_ids, destination_ids, cache.k.shape[-4]))
     copied = choice.kernel.launch(copies, choice.config)
-    cache = copy_by_xla(cache, source_ids, destination_ids)  # for scales of tokens; XLA drops the rest
+    cache = copy_by_xla(cache, source_ids, destination_ids)  # for scales per token; XLA drops the unused pools
     pools = _pools(cache)
     new = (x.reshape(pool.shape) for pool, x in zip(pools.values(), copied, strict=True))
     changes: Any = dict(zip(pools, new, strict=True))
@@ -134,15 +135,15 @@ copy_by_kernel = computed_by_kernel(_launch, _elsewhere, _tangents, can_be_mappe
 
 
 def plan(source_ids: jax.Array, destination_ids: jax.Array, num_blocks: int) -> tuple[jax.Array, jax.Array]:
-    """For the kernel: int32 [pairs, 2], and [2].
+    """Plans the kernel's work: (source, destination) pairs, int32 [pairs, 2], and the counts of both kinds, int32 [2].
 
-    Direct pairs come from the front, those that must all be read before one is written from the back, in any order; the
-    two numbers count them. Padding is left out, as is a pair whose destination another pair after it has too.
+    Direct pairs fill the array from the front. Staged pairs, which must all be read before any of them is written, fill
+    it from the back, in any order. Padding, and pairs whose destination a later pair overwrites, are left out.
     """
     legal = _legal(source_ids, destination_ids, num_blocks)
     sources, destinations = jnp.where(legal, source_ids, 0), jnp.where(legal, destination_ids, 0)
     order = jnp.arange(source_ids.size, dtype=jnp.int32)
-    # For each block the last pair that writes it and the last that reads it, in one table.
+    # In one table, the last pair that writes each block and the last pair that reads it.
     targets, marks = jnp.concatenate([destinations, sources + num_blocks]), jnp.concatenate([order, order])
     last = jnp.full(2 * num_blocks, -1, jnp.int32).at[targets].max(marks, mode="promise_in_bounds")
     live = legal & (last[destinations] == order) & (sources != destinations)

@@ -1,4 +1,4 @@
-"""The paged key/value cache: an immutable pytree, and its creation."""
+"""The paged KV cache: an immutable pytree, and its creation."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from jaxpaged._public_state import public_state
 CACHE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
 Granularity = Literal["tensor", "head", "token_head"]
 
-# The largest number of each 8-bit dtype. A larger one would become NaN (float8_e4m3fn), infinity (float8_e5m2), or
-# anything at all (int8), so that writing clips to it. int8 leaves -128 out: its scale then serves both signs.
+# The largest number of each 8-bit dtype. Writes clip to it, because a larger number would become NaN (float8_e4m3fn),
+# infinity (float8_e5m2) or undefined (int8). int8 does not use -128, so that one scale serves both signs.
 LARGEST = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.float8_e5m2): 57344.0, jnp.dtype(jnp.int8): 127.0}
 
 
@@ -28,26 +28,26 @@ LARGEST = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.float8_e5m2): 5734
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys and values of one layer's pool of blocks, or of all layers, stacked.
-
-    Attributes:
-        k: `[blocks, block_size, kv_heads, head_dim]`, or with a leading layer axis.
-        v: `[blocks, block_size, kv_heads, value_dim]`, value_dim often head_dim. None: a latent cache, whose values are
-            the first numbers of its keys.
-        k_scale: None, or for a quantised cache the factor of the stored keys, f32: `[]` (one for the tensor),
-            `[kv_heads]`, or `[blocks, block_size, kv_heads]` (one for each token and head). In a stack the first two
-            are `[layers, 1]` and `[layers, kv_heads]`; the last has a leading layer axis as k has.
-        v_scale: as k_scale; None in a latent cache.
-        value_dim: in a latent cache, how many of the first numbers of each key are the value. None: v has its own.
+    """The pool of blocks that holds keys and values, for one layer or for a stack of layers. Immutable.
 
     Block 0 is the null block: it pads every block table and holds no sequence's tokens.
 
-    Hold one cache per layer and unroll the layers if speed matters. To scan over layers, stack them (`num_layers`)
-    and pass `CacheLayer(stack, i)` for the cache of layer i. Slicing a layer out of a stack copies it.
+    The fastest form is one cache per layer, with unrolled layers. To scan over layers, create a stack (`num_layers`)
+    and pass `CacheLayer(stack, i)` as the cache of layer i. Slicing a layer out of a stack copies it.
+
+    Attributes:
+        k: keys `[blocks, block_size, kv_heads, head_dim]`, with a leading layer axis in a stack.
+        v: values `[blocks, block_size, kv_heads, value_dim]`, with a leading layer axis in a stack. None in a latent
+            cache, whose values are the first `value_dim` numbers of its keys.
+        k_scale: f32 factors of the stored keys in a quantised cache: `[]` (one for the tensor), `[kv_heads]`, or
+            `[blocks, block_size, kv_heads]` (one per token and head). In a stack `[layers, 1]`, `[layers, kv_heads]`,
+            or `[layers, blocks, block_size, kv_heads]`. None: not quantised.
+        v_scale: f32 factors of the stored values, in the shape of k_scale. None in a latent cache.
+        value_dim: in a latent cache, numbers per value. None in other caches.
     """
 
     k: jax.Array
-    v: jax.Array | Any  # None if latent; users of other caches need not ask
+    v: jax.Array | Any  # None in a latent cache. Any, so that code for other caches need not check
     k_scale: jax.Array | None = None
     v_scale: jax.Array | None = None
     value_dim: int | None = dataclasses.field(default=None, metadata=dict(static=True))
@@ -68,31 +68,36 @@ class KVCache:
         k_scale: ArrayLike | None = None,
         v_scale: ArrayLike | None = None,
     ) -> KVCache:
-        """An empty cache of `num_blocks` blocks, the null block included.
+        """Creates an empty cache, filled with zeros.
 
         Args:
-            num_blocks: blocks in the pool (of each layer).
-            block_size: tokens in a block.
-            num_kv_heads: KV heads.
-            head_dim: numbers a head; of keys, if values have other sizes.
-            value_dim: numbers of a value; None: the same number as in a key. A latent cache needs it.
-            is_latent: whether values are the first `value_dim` numbers of the keys, and not kept apart: the latent
-                vector and the rotary key of multi-head latent attention, `num_kv_heads=1, head_dim=576, value_dim=512`.
-            dtype: bfloat16, float16 or float32; or float8_e4m3fn, float8_e5m2, int8, to which `write_kv` quantises. The
-                kernels for GPUs accept queries in the cache's dtype or an 8-bit cache, and no float32.
-            num_layers: None for one layer's cache; a number for a stack of that many.
-            scale_per: what has its own scale in a quantised cache. "token_head", the default there: each token and KV
-                head; `write_kv` computes the scale and stores it, 4 bytes. "head" or "tensor": each KV head, or all
-                heads together; the caller calibrates these scales (`jaxpaged.ops.kv_scale`), and larger numbers are
-                clipped.
-            k_scale: with "tensor" f32 `[]`, or `[layers]`; with "head" f32 `[kv_heads]`, or `[layers, kv_heads]`.
-                Left out for a float8 cache, it is 1.
-            v_scale: as k_scale. A latent cache has none.
+            num_blocks: blocks in the pool (of each layer), including the null block.
+            block_size: tokens per block.
+            num_kv_heads: number of KV heads.
+            head_dim: numbers per head of a key, and of a value unless `value_dim` differs.
+            value_dim: numbers per head of a value. None: `head_dim`. A latent cache needs it.
+            is_latent: whether the values are the first `value_dim` numbers of the keys instead of a separate array. In
+                multi-head latent attention a key is the latent vector and the rotary key:
+                `num_kv_heads=1, head_dim=576, value_dim=512`.
+            dtype: bfloat16, float16 or float32; or float8_e4m3fn, float8_e5m2 or int8, to which `write_kv` quantises.
+                The GPU kernels need queries in the cache's dtype or an 8-bit cache, and do not support float32.
+            num_layers: number of layers in a stack. None: the cache of one layer.
+            scale_per: granularity of the scales in a quantised cache. "token_head" (default): one scale per token and
+                KV head, 4 bytes each, which `write_kv` computes and stores. "head" or "tensor": one scale per KV head,
+                or one for all; the caller calibrates them with `jaxpaged.ops.kv_scale`, and `write_kv` clips larger
+                numbers.
+            k_scale: scales of the keys, only with "tensor", f32 `[]` or `[layers]`, or "head", f32 `[kv_heads]` or
+                `[layers, kv_heads]`. None: 1 for a float8 cache; an int8 cache needs it.
+            v_scale: scales of the values, as k_scale. Leave it out for a latent cache.
+
+        Returns:
+            The cache.
 
         Raises:
-            ValueError: a size that is no int or below 1, a latent cache without `value_dim` or whose values are wider
-                than its keys or have scales of their own, another dtype, scales that do not fit it, or none for int8.
-            MemoryError: the GPU has no room for the cache.
+            ValueError: a size is not an int or below 1; a latent cache lacks `value_dim`, has values wider than its
+                keys, or a `v_scale`; the dtype is not supported; the scales do not match the dtype, `scale_per` or
+                shape, or are missing for int8.
+            MemoryError: the GPU does not have enough free memory.
 
         Example:
             >>> import jaxpaged
@@ -116,7 +121,7 @@ class KVCache:
         num_bytes = math.prod(shape[:-1]) * (head_dim + (0 if is_latent else value_dim)) * dtype.itemsize
         check_memory(num_bytes, f"a cache of {num_blocks} blocks needs {num_bytes / 1e9:.1f} GB")
         if is_latent and v_scale is not None:
-            raise ValueError("the values of a latent cache have the scale of its keys: leave v_scale out.")
+            raise ValueError("the values of a latent cache share the scale of its keys: leave v_scale out.")
         return cls(
             k=jnp.zeros(shape, dtype),
             v=None if is_latent else jnp.zeros((*shape[:-1], value_dim), dtype),
@@ -127,23 +132,27 @@ class KVCache:
 
 
 def checked_value_dim(head_dim: int, value_dim: int | None, *, is_latent: bool) -> int:
-    """Numbers of a value. Raises `ValueError` if it is no size, or a latent cache has none or more than a key."""
+    """Checks and returns the numbers per value, `head_dim` by default.
+
+    Raises:
+        ValueError: it is not a size; a latent cache lacks it, or has values wider than its keys.
+    """
     if is_latent and value_dim is None:
         raise ValueError(
-            "a latent cache needs value_dim, how many of the first numbers of a key are the value; got value_dim=None "
-            f"with {head_dim=}. Pass value_dim=head_dim - rotary numbers."
+            "a latent cache needs value_dim, the number of leading numbers of a key that are the value; got "
+            f"value_dim=None with {head_dim=}. Pass value_dim=head_dim minus the rotary numbers."
         )
     value_dim = head_dim if value_dim is None else checked_size("value_dim", value_dim)
     if is_latent and value_dim > head_dim:
-        raise ValueError(f"the values of a latent cache are numbers of its keys; got {value_dim=}, {head_dim=}.")
+        raise ValueError(f"value_dim of a latent cache must be at most head_dim; got {value_dim=}, {head_dim=}.")
     return value_dim
 
 
 def checked_granularity(dtype: DTypeLike, scale_per: str | None) -> Granularity | None:
-    """The granularity of scales in a cache of this dtype; None if it is not quantised.
+    """Granularity of the scales in a cache of this dtype; None if the dtype is not quantised.
 
     Raises:
-        ValueError: no dtype of a cache, no granularity, or one that does not go with the dtype.
+        ValueError: the dtype or granularity is not supported, or they do not match.
     """
     dtype = checked_dtype("dtype", dtype, CACHE_DTYPES)
     if scale_per not in (None, *get_args(Granularity)):
@@ -170,7 +179,7 @@ def _create_scale(
     if scale_per == "token_head":
         if value is not None:
             raise ValueError(
-                f'{name} goes with scale_per="tensor" or "head": write_kv finds the scales of each token itself.'
+                f'{name} needs scale_per="tensor" or "head"; with "token_head" write_kv computes the scales.'
             )
         return jnp.zeros(shape[:-1], jnp.float32)
     if value is None and dtype == jnp.int8:
@@ -191,11 +200,11 @@ def _create_scale(
 
 
 def check_cache(cache: KVCache) -> None:
-    """Raises `ValueError` if it is no cache, or its arrays do not fit together."""
+    """Raises `ValueError` if the argument is not a cache, or its arrays do not match."""
     if not isinstance(cache, KVCache):
         raise ValueError(
             f"a cache must be a KVCache, and in a CacheLayer a stack of num_layers; got a {type(cache).__name__}. "
-            "A tuple has one cache for each layer: index it, or make an Engine with a stack."
+            "Index a tuple, which has one cache per layer, or create the Engine with a stack."
         )
     k, v = cache.k, cache.v
     if v is None:
@@ -205,11 +214,11 @@ def check_cache(cache: KVCache) -> None:
                 f"and value_dim at most the width; got {k.shape=}, {k.dtype=!s}, {cache.value_dim=}."
             )
         if cache.v_scale is not None:
-            raise ValueError("the values of a latent cache have the scale of its keys: leave v_scale out.")
+            raise ValueError("the values of a latent cache share the scale of its keys: leave v_scale out.")
     elif k.ndim not in (4, 5) or k.shape[:-1] != v.shape[:-1] or k.dtype != v.dtype or k.dtype not in CACHE_DTYPES:
         raise ValueError(
             "k and v of a cache must be [blocks, block_size, kv_heads, head_dim], or that with a leading layer axis, "
-            f"of one dtype, and alike but for their last axis; got {k.shape=}, {v.shape=}, {k.dtype=!s}, {v.dtype=!s}."
+            f"of one dtype, and differ only in the last axis; got {k.shape=}, {v.shape=}, {k.dtype=!s}, {v.dtype=!s}."
         )
     layers, kv_heads = k.shape[:-4], k.shape[-2]
     scale_shapes = k.shape[:-1], (*layers, kv_heads), (*layers, 1) if layers else ()
@@ -217,7 +226,7 @@ def check_cache(cache: KVCache) -> None:
     for name, scale in scales.items():
         if (scale is None) != (k.dtype not in LARGEST):
             raise ValueError(
-                f"a quantised cache has scales and no other has them; got {k.dtype=!s} and {name} "
+                f"a cache must have scales if it is quantised, and only then; got {k.dtype=!s} and {name} "
                 f"{'missing' if scale is None else list(scale.shape)}. Create it with KVCache.create(scale_per=...)."
             )
         if scale is not None and scale.shape not in scale_shapes:
@@ -229,7 +238,7 @@ def check_cache(cache: KVCache) -> None:
 
 
 def map_blocks(function: Callable[..., jax.Array], cache: KVCache, *others: KVCache) -> KVCache:
-    """`function` of every array that has a block axis; scales of a tensor or a head stay as they are in `cache`."""
+    """Applies `function` to every array with a block axis. Scales per tensor or head stay as they are in `cache`."""
 
     def map_one(array: jax.Array | None, *other_arrays: jax.Array | None) -> jax.Array | None:
         return array if array is None or array.ndim < cache.k.ndim - 1 else function(array, *other_arrays)

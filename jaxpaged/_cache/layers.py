@@ -1,4 +1,4 @@
-"""One layer of a stack of caches, seen in place."""
+"""A view of one layer in a stack of caches, without a copy."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from jaxpaged._public_state import public_state
 @dataclasses.dataclass(frozen=True)
 @final
 class CacheLayer:
-    """Layer `index` of a stack, for a scan over layers. `write_kv`, `rotate_and_write_kv`, `attend` and the Flax
-    modules accept it in place of a `KVCache`; writes and modules return it with the new stack. Nothing is copied.
-    Slicing a layer out of the stack would copy that layer.
+    """Layer `index` of a stack of caches, for a scan over layers.
+
+    `write_kv`, `rotate_and_write_kv`, `attend` and the Flax modules accept it instead of a `KVCache`, and return it
+    with the new stack. It is a view: nothing is copied, while slicing the stack would copy the layer.
 
     Attributes:
-        stack: a `KVCache` of `[layers, blocks, block_size, kv_heads, head_dim]`, made with `num_layers`.
-        index: int32 `[]`, may be traced.
+        stack: a `KVCache` of `[layers, blocks, block_size, kv_heads, head_dim]`, created with `num_layers`.
+        index: int32 `[]`, index of the layer; may be traced.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpaged
@@ -48,11 +49,12 @@ class CacheLayer:
 
     @property
     def pool(self) -> KVCache:
-        """The stack as one pool `[layers * blocks, ...]`, with this layer's scales, for `paged_attention`. Layer i's
-        block b is block `i * blocks + b` of the pool.
+        """The stack as one pool `[layers * blocks, ...]` with this layer's scales, for `paged_attention`.
+
+        Block b of layer i is block `i * blocks + b` of the pool.
 
         Raises:
-            ValueError: the cache is not stacked, or has 2^31 slots and more.
+            ValueError: `stack` has no layer axis, or 2^31 slots or more.
         """
         k = self.stack.k
         if k.ndim != 5:
@@ -70,23 +72,22 @@ class CacheLayer:
         return dataclasses.replace(pool, k_scale=layer_scale(pool.k_scale), v_scale=layer_scale(pool.v_scale))
 
     def with_pool(self, pool: KVCache) -> CacheLayer:
-        """This layer of the stack that `pool` is. Scales of a tensor or a head do not change."""
+        """The same layer after `pool` has changed: the inverse of the property `pool`. Scales per tensor or head do not
+        change."""
         unfolded = map_blocks(lambda old, new: new.reshape(old.shape), self.stack, pool)
         return CacheLayer(unfolded, self.index)
 
     def block_tables(self, block_tables: ArrayLike) -> jax.Array:
-        """Block tables `[seqs, max_blocks]` of the allocator, shifted to this layer's blocks in `pool`."""
+        """The allocator's block tables, int32 `[seqs, max_blocks]`, shifted to this layer's blocks in `pool`."""
         return as_int32(block_tables) + jnp.asarray(self.index, jnp.int32) * jnp.int32(self.stack.k.shape[1])
 
     def slots(self, slots: ArrayLike) -> jax.Array:
-        """Slots `[...]` of the allocator, shifted to this layer's slots in `pool`. Padding, a slot outside one layer,
-        becomes -1.
-        """
+        """The allocator's slots, int32 `[...]`, shifted to this layer's slots in `pool`. Padding becomes -1."""
         slots, num_slots = as_int32(slots), jnp.int32(math.prod(self.stack.k.shape[1:3]))
         shifted = slots + jnp.asarray(self.index, jnp.int32) * num_slots
         return jnp.where((slots >= 0) & (slots < num_slots), shifted, -1)
 
 
 def pools_of(cache: KVCache | CacheLayer) -> KVCache:
-    """The cache itself, or the stack of a layer."""
+    """The cache itself, or the stack of a `CacheLayer`."""
     return cache.stack if isinstance(cache, CacheLayer) else cache

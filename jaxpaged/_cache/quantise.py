@@ -1,4 +1,4 @@
-"""Quantised keys and values: the scale that fits them, to the 8-bit dtype and back."""
+"""Quantisation of keys and values to 8-bit dtypes: scales, quantising and widening."""
 
 from __future__ import annotations
 
@@ -9,32 +9,34 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxpaged._cache.kv_cache import LARGEST, Granularity, KVCache, check_cache
 from jaxpaged._dtypes import checked_dtype
 
-# A vector of zeros, or of numbers that no one can tell from zero, must not divide by zero, and its scale must stay a
-# normal float32, which GPUs do not flush to zero.
+# The smallest scale, for vectors of zeros or nearly zeros. It avoids a division by zero, and is a normal float32, which
+# GPUs do not flush to zero.
 LEAST_SCALE = 1e-30
-# An infinity counts as this, so that its scale times the dtype's largest number is finite again.
+# Replaces infinities, so that the scale times the dtype's largest number is finite.
 MOST = 3.4e38
 
 
 def kv_scale(x: ArrayLike, dtype: DTypeLike, scale_per: Granularity) -> jax.Array:
-    """The scale with which keys or values fill an 8-bit dtype.
+    """The scale with which keys or values use the full range of an 8-bit dtype.
 
-        max |x| / (largest number of dtype),    over everything, over all but the heads, or over head_dim only
+        max |x| / (largest number of dtype)
 
-    For calibration: run some text through the model with a float32 or bfloat16 cache, get its keys and values with
-    `gather_kv`, and give their scales to `KVCache.create`. Larger numbers are clipped. A margin (`1.2 * kv_scale(...)`)
-    trades resolution for room: it costs a float8 dtype little, and int8 a sixth of its steps.
+    To calibrate a cache, run sample text through the model with a float32 or bfloat16 cache, read the keys and values
+    with `gather_kv`, and pass their scales to `KVCache.create`. `write_kv` clips larger numbers. A margin, such as
+    `1.2 * kv_scale(...)`, leaves room for them at lower resolution: it costs float8 little, and int8 a sixth of its
+    steps.
 
     Args:
-        x: `[..., kv_heads, head_dim]`.
+        x: keys or values `[..., kv_heads, head_dim]`, floating point.
         dtype: float8_e4m3fn, float8_e5m2 or int8.
-        scale_per: "tensor", "head" or "token_head".
+        scale_per: the maximum is over everything ("tensor"), over all axes except the heads ("head"), or over head_dim
+            only ("token_head").
 
     Returns:
-        f32 `[]`, `[kv_heads]` or `[..., kv_heads]`; at least 1e-30. Infinities count as 3.4e38, NaN gives NaN.
+        f32 `[]`, `[kv_heads]` or `[..., kv_heads]`, at least 1e-30. Infinity counts as 3.4e38, and NaN gives NaN.
 
     Raises:
-        ValueError: another dtype or granularity, or numbers that are not floating point.
+        ValueError: `dtype` or `scale_per` is not one of these, or x is not floating point or has fewer than two axes.
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged
@@ -57,10 +59,11 @@ def kv_scale(x: ArrayLike, dtype: DTypeLike, scale_per: Granularity) -> jax.Arra
 
 
 def quantise(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """x `[..., kv_heads, head_dim]` over its scale (of `x.shape[:-1]`, or fewer axes), rounded to the nearest number.
+    """x `[..., kv_heads, head_dim]` divided by its scale, rounded to the nearest number of the dtype.
 
-    Saturates: a number beyond the dtype's largest one becomes that, infinities too. NaN stays NaN in float8; int8
-    has none, and gets 0 (with a scale a token and head, the scale is NaN then).
+    The scale has the shape `x.shape[:-1]`, or one that broadcasts to it. Numbers outside the dtype's range saturate,
+    including infinities. NaN stays NaN in float8 and becomes 0 in int8 (with one scale per token and head, the scale is
+    then NaN).
     """
     largest = LARGEST[jnp.dtype(dtype)]
     scale = jnp.broadcast_to(scale, x.shape[:-1])
@@ -71,13 +74,21 @@ def quantise(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def widen_kv(cache: KVCache, dtype: DTypeLike = jnp.float32) -> KVCache:
-    """The numbers that a cache represents, `stored * scale`, as a cache without scales. It widens the whole cache: use
-    it for tests, export and the result of `gather_kv`, not in a decode step.
+    """Widens a quantised cache: `stored * scale`, as a cache without scales.
 
-    Bytes moved: the bytes of the cache, and its numbers once more in `dtype`.
+    It widens the whole cache. Use it for tests, for export and on the result of `gather_kv`, not in a decode step.
+
+    Args:
+        cache: one layer's cache, or a stack of layers. A cache without scales is only cast.
+        dtype: dtype of the result.
+
+    Returns:
+        The widened cache.
+
+    Bytes moved: reads the cache, and writes its numbers in `dtype`.
 
     Raises:
-        ValueError: arrays of the cache that do not fit together, or no dtype.
+        ValueError: the cache's arrays do not match, or the dtype is invalid.
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged
@@ -92,7 +103,7 @@ def widen_kv(cache: KVCache, dtype: DTypeLike = jnp.float32) -> KVCache:
     def widen(pool: jax.Array, scale: jax.Array | None) -> jax.Array:
         if scale is None:
             return pool.astype(dtype)
-        if scale.ndim == 2:  # [layers, 1 or kv_heads], of a stack
+        if scale.ndim == 2:  # [layers, 1 or kv_heads] in a stack
             scale = scale[:, None, None]
         return (pool.astype(jnp.float32) * jnp.broadcast_to(scale, pool.shape[:-1])[..., None]).astype(dtype)
 

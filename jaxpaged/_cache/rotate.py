@@ -1,5 +1,4 @@
-"""Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864), and the write to the cache that it
-goes with."""
+"""Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864), combined with the cache write."""
 
 from __future__ import annotations
 
@@ -27,40 +26,41 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
     *,
     interleaved: bool = False,
 ) -> tuple[C, jax.Array]:
-    """Rotates q and k by their positions and writes k and v into their slots; in place if the cache is donated.
+    """Rotates q and k by their positions, and writes k and v to the cache; in place if the cache is donated.
 
     With p a token's position, f_i the i-th frequency and x a head of q or k, in float32:
 
         x'_i         = x_i cos(p f_i) - x_{i + d/2} sin(p f_i)
         x'_{i + d/2} = x_{i + d/2} cos(p f_i) + x_i sin(p f_i),    i < d/2,    d = 2 len(frequencies)
 
-    Dimensions from d on stay as they are. In a latent cache the values, the first dimensions, stay as they are, and the
-    rotation begins after them. With `interleaved` a pair is x_{2i} and x_{2i + 1}.
+    With `interleaved` a pair is x_{2i} and x_{2i + 1}. Dimensions from d on are not rotated. With a latent cache the
+    first `value_dim` dimensions are not rotated either: the rotation begins after them.
 
-    It writes `write_kv` of v and of the rotated k, rounded to k's dtype. Under `jax.jit` on a GPU, XLA makes one kernel
-    each of q, k and v, which reads the new tokens and writes the results, quantised or not. Scales of each token and
-    head need four more kernels, which compute and write them (six for thousands of tokens).
+    The rotated k is rounded to the dtype of k and then written, with v, as by `write_kv`. Under `jax.jit` on a GPU, XLA
+    generates one kernel each for q, k and v, quantisation included. Scales per token and head add four kernels (six for
+    thousands of tokens).
 
     Args:
-        cache: one layer's cache, or a layer of a stack.
-        q: `[..., heads, head_dim]`.
+        cache: one layer's `KVCache`, or a `CacheLayer`.
+        q: `[..., heads, head_dim]`, not yet rotated.
         k: `[..., kv_heads, head_dim]`, not yet rotated.
-        v: as k, but never rotated. None for a latent cache.
-        slots: int32 `[...]`, see `write_kv`.
-        positions: int32 `[...]`, as `BlockAllocator.positions` gives them.
-        frequencies: the angle per token of each pair of dimensions, up to half as many as can be rotated:
-            `rotary_frequencies`. An array too, which may be traced: a scan over layers of two bases compiles once.
-            None: no rotation.
-        interleaved: whether pairs are neighbours, as in GPT-J and Meta's own Llama, and not halves, as in that of
-            Hugging Face.
+        v: `[..., kv_heads, value_dim]`, written as it is. None for a latent cache.
+        slots: int32 `[...]`, slot of each token, as in `write_kv`.
+        positions: int32 `[...]`, position of each token, as from `BlockAllocator.positions`.
+        frequencies: angle in radians per token of each pair of dimensions, as from `rotary_frequencies`; at most half
+            as many as there are dimensions to rotate. A traced array is possible, so that a scan over layers with two
+            rotary bases compiles once. None: no rotation.
+        interleaved: whether pairs are neighbouring dimensions, as in GPT-J and Meta's Llama, instead of two halves, as
+            in Hugging Face's Llama.
 
     Returns:
-        The new cache, and the rotated q, in q's dtype.
+        The new cache, and the rotated q in its own dtype.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or `interleaved` without frequencies.
+        ValueError: shapes or dtypes do not match, there are too many frequencies, or `interleaved` is set without
+            frequencies.
 
-    Bytes moved: the bytes of `write_kv`, and q read and written.
+    Bytes moved: the bytes of `write_kv`, plus q read and written.
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged
@@ -76,13 +76,13 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
     """
     q, k = jnp.asarray(q), jnp.asarray(k)
     if q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q and k must differ in their heads alone; got {q.shape=}, {k.shape=}.")
+        raise ValueError(f"q and k may differ only in the number of heads; got {q.shape=}, {k.shape=}.")
     for name, x in (("q", q), ("k", k)):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"{name} must be floating point; got {name}.dtype={x.dtype}.")
     positions = checked_array("positions", positions, *k.shape[:-2], which="one a token")
     start = pools_of(cache).value_dim or 0
-    head_dim = k.shape[-1] - start  # that can be rotated
+    head_dim = k.shape[-1] - start  # dimensions that can be rotated
     if frequencies is not None and not 0 < 2 * len(frequencies) <= head_dim:
         raise ValueError(f"frequencies must be up to head_dim // 2 numbers; got {len(frequencies)} for {head_dim=}.")
     if frequencies is None:
@@ -94,7 +94,7 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
 
 
 def check_interleaved(name: str, frequencies: Any, *, interleaved: bool) -> None:
-    """Raises `ValueError` if pairs are named but nothing is rotated."""
+    """Raises `ValueError` if `interleaved` is set without frequencies."""
     if interleaved and frequencies is None:
         raise ValueError(
             f"interleaved=True rotates nothing without {name}; got {name}=None. Pass "
@@ -112,7 +112,7 @@ def cos_sin(positions: jax.Array, frequencies: jax.Array) -> tuple[jax.Array, ja
 
 @one_program("interleaved", "start")
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool, start: int) -> jax.Array:
-    """The dimensions from `start` on, two for each cosine."""
+    """Rotates the dimensions of x from `start` on, two for each cosine. Other dimensions do not change."""
     end = start + 2 * cos.shape[-1]
     pairs = x[..., start:end].astype(jnp.float32)
     first, second = (pairs[..., 0::2], pairs[..., 1::2]) if interleaved else jnp.split(pairs, 2, axis=-1)

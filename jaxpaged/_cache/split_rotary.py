@@ -1,4 +1,4 @@
-"""The rotary numbers of an 8-bit latent cache, in two stored numbers each."""
+"""Stores each rotary number of an 8-bit latent cache as two numbers, for more precision."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jaxpaged._cache.layers import CacheLayer, pools_of
 from jaxpaged._cache.quantise import kv_scale, quantise
 from jaxpaged._one_program import one_program
 
-# The divisor of a rotary number, and the factor of its rest. The steps of int8 are equal: a rotary number may be 64
-# times as large as the latent ones before it makes their steps coarser, and its rest, half a step at most, is one of
-# 250 steps. float8 rounds to 1/16 or 1/8 of a number. A rest must not become the largest number of its token, which
-# sets the scale. [cpu/latent_forms of benchmarks/results/]
+# The divisor d of a rotary number and the factor g of its rounding error. In int8 all steps are equal. A divisor of 64
+# keeps rotary numbers up to 64 times as large as the latent numbers from making the steps coarser. The rounding error
+# is at most half a step, and times 250 it fills the range. float8 rounds to 1/16 or 1/8 of a number. The stored error
+# must not become the largest number of its token, which sets the scale. [cpu/latent_forms of benchmarks/results/]
 _FACTORS = {
     jnp.dtype(jnp.int8): (64.0, 250.0),
     jnp.dtype(jnp.float8_e4m3fn): (1.0, 8.0),
@@ -23,25 +23,26 @@ _FACTORS = {
 
 
 def split_rotary(cache: KVCache | CacheLayer, q: ArrayLike, k: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """Queries and keys of an 8-bit latent cache that stores each rotary number as two: rounded, and what is then left.
+    """Splits the rotary numbers of queries and keys in two, for an 8-bit latent cache with more precision.
 
         k = [c, r]  ->  [c, r / d, g (r / d - stored(r / d))]
         q = [a, b]  ->  [a, d b, d b / g],    d and g depend on the cache's dtype
 
-    Their products equal those of q and k, and the rotary part is stored with about twice the bits. The cache has
-    `value_dim + 2 * rotary` numbers a token: 512 + 64 become 640, with the scale 644 bytes. Calibrate the scale
-    of a head or tensor with keys that this function returned.
+    The cache stores each rotary number rounded, together with its rounding error, which gives about twice the bits. The
+    products of the results equal those of q and k. The cache has `value_dim + 2 * rotary` numbers per token: 512 + 64
+    numbers become 640, or 644 bytes with the scale. If the scale is per head or tensor, calibrate it with keys that
+    this function returned.
 
     Args:
-        cache: where k will be written.
-        q: absorbed queries `[..., heads, value_dim + rotary]`, rotated.
-        k: latent vectors and keys `[..., 1, value_dim + rotary]`, rotated.
+        cache: the cache to which k will be written.
+        q: absorbed queries `[..., heads, value_dim + rotary]`, already rotated.
+        k: latent vectors and rotary keys `[..., 1, value_dim + rotary]`, already rotated.
 
     Returns:
-        q and k, each `[..., value_dim + 2 * rotary]`: k for `write_kv`, and q for `attend`.
+        q `[..., heads, value_dim + 2 * rotary]` for `attend`, and k `[..., 1, value_dim + 2 * rotary]` for `write_kv`.
 
     Raises:
-        ValueError: a cache that is not latent or not of 8 bits, or of another width.
+        ValueError: the cache is not latent or not 8-bit, or its width does not match q and k.
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged
@@ -57,14 +58,14 @@ def split_rotary(cache: KVCache | CacheLayer, q: ArrayLike, k: ArrayLike) -> tup
     check_cache(pool)
     if pool.value_dim is None or pool.k.dtype not in LARGEST:
         raise ValueError(
-            f"the cache must be a latent one of 8 bits; got value_dim={pool.value_dim}, dtype={pool.k.dtype}. "
-            "Others store rotary numbers with all their bits."
+            f"the cache must be latent and 8-bit; got value_dim={pool.value_dim}, dtype={pool.k.dtype}. "
+            "Other caches store rotary numbers at full precision, and need no split_rotary."
         )
     stored, values = pool.k.shape[-1], pool.value_dim
     if not q.shape[-1] == k.shape[-1] == (stored + values) / 2:
         raise ValueError(
-            f"q and k must have the cache's {values} values and half as many rotary numbers as are stored behind them, "
-            f"{stored - values}; got {q.shape=}, {k.shape=}."
+            f"q and k must have {values} latent numbers and half of the cache's {stored - values} rotary numbers; got "
+            f"{q.shape=}, {k.shape=}."
         )
     return split_query(pool, q), split_key(cache, k)
 
@@ -84,7 +85,7 @@ def split_key(cache: KVCache | CacheLayer, k: jax.Array) -> jax.Array:
     latent, rotary = jnp.split(k, [start], axis=-1)
     first = jnp.concatenate([latent, rotary / jnp.asarray(divisor, k.dtype)], axis=-1)
     scale = pool.k_scale
-    if scale is None or scale.ndim == 3:  # the one that `write_kv` will find
+    if scale is None or scale.ndim == 3:  # the scale that `write_kv` will compute
         scale = kv_scale(first, dtype, "token_head")
     stored = quantise(first, scale, dtype).astype(jnp.float32) * jnp.broadcast_to(scale, first.shape[:-1])[..., None]
     rest = (first.astype(jnp.float32) - stored)[..., start:] * gain

@@ -1,4 +1,4 @@
-"""Moving what a cache holds to contiguous arrays, and back."""
+"""Copies sequences from a paged cache to contiguous arrays, and back."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from jaxpaged._one_program import one_program
 
 @on_shards
 def gather_kv(cache: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> KVCache:
-    """Each sequence's keys and values as one contiguous array.
+    """Copies each sequence's keys and values to a contiguous array.
 
     Args:
         cache: one layer's cache, or a stack of layers.
-        block_tables: int32 `[seqs, max_blocks]`. Entries past a sequence's length may be any garbage.
-        lengths: int32 `[seqs]`, in tokens; cut to what a table row can hold.
+        block_tables: int32 `[seqs, max_blocks]`, as in `BlockAllocator.block_tables`. Entries past a sequence's length
+            may hold any number.
+        lengths: int32 `[seqs]`, length of each sequence in tokens, clipped to the capacity of a table row.
 
     Returns:
-        A cache in which sequence i is block i and the block size is `tokens = max_blocks * block_size`. k and v are
-        `[seqs, tokens, kv_heads, head_dim]` as stored, with their scales, and with a leading layer axis if `cache`
-        has one. Past the length they are zero. `widen_kv` widens a quantised one.
+        A `KVCache` in which block i holds all of sequence i, and the block size is `tokens = max_blocks * block_size`.
+        k is `[seqs, tokens, kv_heads, head_dim]`, and v likewise, with a leading layer axis if `cache` has one. The
+        numbers and scales are as stored, and zero past a sequence's length. `widen_kv` widens a quantised result.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: the cache's arrays do not match, or `block_tables` or `lengths` has the wrong shape or dtype.
 
-    Bytes moved: `2 * seqs * max_blocks * block_bytes`, read and written: the whole width of the tables.
+    Bytes moved: `2 * seqs * max_blocks * block_bytes`, read and written. The whole width of the tables is moved.
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged
@@ -48,9 +49,9 @@ def gather_kv(cache: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> KV
         [0, 0, 0, 0, 0, 0, 0, 0, 3, 0, 1, 2, 0, 0, 0, 0]
     """
     check_cache(cache)
-    slots = _token_slots(cache, block_tables, lengths)  # [seqs, tokens], num_slots where there is no token
+    slots = _token_slots(cache, block_tables, lengths)  # [seqs, tokens], num_slots past the length
     num_slots = cache.k.shape[-4] * cache.k.shape[-3]
-    # Whole blocks are fetched, then masked: a row of a block is too short to be fetched by itself at full speed.
+    # Whole blocks are fetched and then masked, because single rows are too short to be fetched at full speed.
     ids = jnp.where(slots < num_slots, slots // cache.k.shape[-3], 0)[:, :: cache.k.shape[-3]]
 
     def gather(pool: jax.Array) -> jax.Array:
@@ -64,23 +65,25 @@ def gather_kv(cache: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> KV
 
 @on_shards
 def scatter_kv(cache: KVCache, contiguous: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> KVCache:
-    """Writes each sequence's tokens into its blocks, bit for bit: the inverse of `gather_kv`. In place if the cache is
-    donated.
+    """Writes contiguous sequences to their blocks: the inverse of `gather_kv`. In place if the cache is donated.
+
+    The numbers are copied bit for bit.
 
     Args:
-        cache: like the cache that the tokens came from; the number of blocks may differ.
-        contiguous: from `gather_kv`: sequence i is block i, `max_blocks * block_size` tokens long.
-        block_tables: int32 `[seqs, max_blocks]`. Sequences that share a block must have the same tokens in it.
-        lengths: int32 `[seqs]`, in tokens. Slots past a sequence's length are not written.
+        cache: cache to write to, like the one given to `gather_kv`; the number of blocks may differ.
+        contiguous: result of `gather_kv`: block i holds all of sequence i, `max_blocks * block_size` tokens.
+        block_tables: int32 `[seqs, max_blocks]`, blocks of each sequence in `cache`. Sequences that share a block must
+            have the same tokens in it.
+        lengths: int32 `[seqs]`, length of each sequence in tokens. Slots past it are not written.
 
     Returns:
-        The new cache. Scales of a tensor or a head are those it had.
+        The new cache. Scales per tensor or head keep the values of `cache`.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: shapes, dtypes or scales do not match, or a stack has 2^31 slots or more.
 
-    Bytes moved: `2 * tokens * 2 * layers * kv_heads * head_dim * itemsize`, read and written, plus the scales of each
-    token and head.
+    Bytes moved: `2 * tokens * 2 * layers * kv_heads * head_dim * itemsize`, read and written, plus scales per token and
+    head.
 
     Example: see `gather_kv`.
     """
@@ -107,8 +110,8 @@ def _layer_axes(cache: KVCache) -> int:
 
 @one_program()
 def take_blocks(pool: jax.Array, ids: jax.Array, cache: KVCache) -> jax.Array:
-    """Blocks of a pool `[(layers,) blocks, ...]`, in every layer; the ids are legal."""
-    # A stack is seen as one pool, its layer axis in the index: a window over a leading axis makes XLA transpose.
+    """Gathers blocks of a pool `[(layers,) blocks, ...]`, in every layer. All ids must be inside the pool."""
+    # A stack is flattened to one pool, with the layer in the index: a gather over a leading axis makes XLA transpose.
     num_layers, num_blocks = layers_and_blocks(pool, cache)
     block = pool.shape[_layer_axes(cache) + 1 :]
     every = _in_every_layer(ids, num_layers, num_blocks)
@@ -117,9 +120,9 @@ def take_blocks(pool: jax.Array, ids: jax.Array, cache: KVCache) -> jax.Array:
 
 @one_program()
 def put_blocks(pool: jax.Array, blocks: jax.Array, ids: jax.Array, cache: KVCache) -> jax.Array:
-    """The inverse; the ids are legal and distinct, or below zero, which drops a block.
+    """The inverse of `take_blocks`. Blocks with a negative id are dropped.
 
-    Equal ids may only get equal blocks: XLA may assume that no two writes meet.
+    The other ids must be inside the pool and distinct, because XLA may assume that no two writes overlap.
     """
     num_layers, num_blocks = layers_and_blocks(pool, cache)
     block = pool.shape[_layer_axes(cache) + 1 :]
@@ -133,7 +136,7 @@ def layers_and_blocks(pool: jax.Array, cache: KVCache) -> tuple[int, int]:
 
 @one_program()
 def _only_where(mask: jax.Array, values: jax.Array, cache: KVCache) -> jax.Array:
-    """`values` [(layers,) *mask.shape, ...], zeros if the mask is false: selected, not multiplied: it may be NaN."""
+    """`values` [(layers,) *mask.shape, ...] where the mask is true, and zeros elsewhere, even for NaN."""
     axes = _layer_axes(cache)
     mask = lax.broadcast_in_dim(mask, values.shape, tuple(range(axes, axes + mask.ndim)))
     return jnp.where(mask, values, jnp.zeros_like(values))
@@ -141,8 +144,8 @@ def _only_where(mask: jax.Array, values: jax.Array, cache: KVCache) -> jax.Array
 
 @one_program("num_layers", "stride")
 def _in_every_layer(ids: jax.Array, num_layers: int, stride: int, legal: jax.Array | None = None) -> jax.Array:
-    """[ids] -> [layers * ids], shifted to each layer of a stack that is seen as one pool. Other ids become
-    distinct numbers below zero."""
+    """[ids] -> [layers * ids], shifted to each layer of a stack that is flattened to one pool. Ids that are not legal
+    become distinct negative numbers."""
     shifted = (jnp.arange(num_layers, dtype=jnp.int32)[:, None] * stride + ids[None]).ravel()
     if legal is None:
         return shifted
@@ -150,13 +153,13 @@ def _in_every_layer(ids: jax.Array, num_layers: int, stride: int, legal: jax.Arr
 
 
 def holds_tokens(ids: jax.Array, num_blocks: int) -> jax.Array:
-    """Whether an id is of the pool and not the null block, bool [ids]."""
+    """Whether an id is inside the pool and not the null block, bool [ids]."""
     return (ids > 0) & (ids < num_blocks)
 
 
 @one_program("num_blocks")
 def distinct(ids: jax.Array, num_blocks: int) -> jax.Array:
-    """The ids, but -1 in place of padding, and of an id that occurs again after it."""
+    """The ids, with -1 for padding and for ids that occur again later."""
     legal = holds_tokens(ids, num_blocks)
     order = jnp.arange(ids.size, dtype=jnp.int32)
     inside = jnp.where(legal, ids, 0)
@@ -165,14 +168,14 @@ def distinct(ids: jax.Array, num_blocks: int) -> jax.Array:
 
 
 def _token_slots(cache: KVCache, block_tables: ArrayLike, lengths: ArrayLike) -> jax.Array:
-    """The slot of each token of each sequence, int32 [seqs, tokens]; the number of slots past the length."""
+    """Slot of each token of each sequence, int32 [seqs, tokens]; past a sequence's length, the number of slots."""
     block_tables = checked_array("block_tables", block_tables, "seqs", "max_blocks")
     lengths = checked_array("lengths", lengths, len(block_tables), which="one for each row of block_tables")
     num_blocks, block_size = cache.k.shape[-4:-2]
     if block_tables.size == 0 or block_tables.shape[1] * block_size >= 2**31:
         raise ValueError(
-            "block_tables must be [seqs, max_blocks], one sequence and one block at least and less than 2^31 tokens a "
-            f"row; got {block_tables.shape=}, {block_size=}."
+            "block_tables must be [seqs, max_blocks], with at least one sequence and one block, and less than 2^31 "
+            f"tokens per row; got {block_tables.shape=}, {block_size=}."
         )
     return _slots_of_tables(block_tables, lengths, num_blocks, block_size)
 
@@ -195,11 +198,11 @@ def _check_contiguous(contiguous: KVCache, cache: KVCache, num_blocks: int, bloc
     wanted, dtype = (*layers, num_blocks, block_size, *token_shape), contiguous.k.dtype
     if contiguous.k.shape != wanted or dtype != cache.k.dtype or _value_dim(contiguous) != _value_dim(cache):
         raise ValueError(
-            f"contiguous must be {list(wanted)} in {cache.k.dtype}, values of {_value_dim(cache)} numbers, as the ids "
-            f"and the cache are; got {contiguous.k.shape=} in {dtype}, {_value_dim(contiguous)}."
+            f"contiguous must be {list(wanted)} in {cache.k.dtype} with values of {_value_dim(cache)} numbers, like "
+            f"block_tables and cache; got {contiguous.k.shape=} in {dtype}, values of {_value_dim(contiguous)}."
         )
     if _scale_kinds(contiguous) != _scale_kinds(cache):
-        raise ValueError("contiguous must have scales of the kind that the cache has.")
+        raise ValueError("contiguous must have scales of the same granularity as the cache.")
 
 
 def _value_dim(cache: KVCache) -> str:

@@ -1,4 +1,4 @@
-"""Writing new tokens into the cache: a scatter, and the quantisation of what it scatters."""
+"""Writes new tokens to the cache: quantisation and a scatter."""
 
 from __future__ import annotations
 
@@ -21,30 +21,29 @@ from jaxpaged._one_program import one_program
 
 @on_shards
 def write_kv[C: (KVCache, CacheLayer)](cache: C, k: ArrayLike, v: ArrayLike | None, slots: ArrayLike) -> C:
-    """Writes new tokens into their slots; in place if the cache is donated.
+    """Writes the keys and values of new tokens to their slots; in place if the cache is donated.
 
-    A quantised cache stores `round(k / k_scale)`, clipped to the range of its dtype, so that nothing overflows to NaN
-    or infinity. A scale of a token and head is computed from the token,
-    `k_scale = max |k| / (largest number of the dtype)`, and stored with it. Scales of a head or tensor are the cache's
-    own and do not change.
+    A quantised cache stores `round(k / k_scale)`, clipped to the range of its dtype, so that no number overflows to NaN
+    or infinity. A scale per token and head is computed from the token, `max |k| / (largest number of the dtype)`, and
+    stored with it. Scales per head or tensor do not change.
 
     Args:
-        cache: one layer's cache, or a layer of a stack.
-        k: `[..., kv_heads, head_dim]`, cast to the cache's dtype or quantised to it.
-        v: as k, `[..., kv_heads, value_dim]`. None for a latent cache, whose values are numbers of k.
-        slots: int32 `[...]`, as `BlockAllocator.append` returns them. A slot outside the pool, below zero or past
-            its end, is padding: its token is dropped. The other slots must differ: XLA relies on it. If two are equal,
-            each number of that slot comes from either token; all other slots are right.
+        cache: one layer's `KVCache`, or a `CacheLayer`.
+        k: `[..., kv_heads, head_dim]`, floating point; cast or quantised to the cache's dtype.
+        v: `[..., kv_heads, value_dim]`, floating point. None for a latent cache, whose values are part of k.
+        slots: int32 `[...]`, slot of each token, as from `BlockAllocator.append`. Tokens with a slot outside the pool
+            (padding) are dropped. All other slots must be distinct; in a slot that is given twice, each number may come
+            from either token.
 
     Returns:
-        The new cache, or the layer of the new stack.
+        The new cache, of the type that was passed.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: shapes or dtypes do not match.
 
-    Bytes moved: the tokens are read and written, `2 * tokens * kv_heads * head_dim * (itemsize of k + itemsize of the
-    cache)`, plus the slots, plus `2 * tokens * kv_heads * 4` for scales of a token and head. (On a CPU XLA has no
-    float8: writing to such a cache passes over all of it.)
+    Bytes moved: reads and writes of the tokens, `2 * tokens * kv_heads * head_dim * (itemsize of k + itemsize of the
+    cache)`, plus the slots, plus `2 * tokens * kv_heads * 4` for scales per token and head. On a CPU, XLA has no
+    float8, and a write to a float8 cache passes over the whole cache.
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged
@@ -74,7 +73,10 @@ def write_kv[C: (KVCache, CacheLayer)](cache: C, k: ArrayLike, v: ArrayLike | No
 @one_program()
 def _write_pool(cache: KVCache, k: jax.Array, v: jax.Array | None, slots: jax.Array) -> KVCache:
     if (v is None) != (cache.v is None):
-        raise ValueError("v is None for a latent cache, whose values are numbers of k, and for no other cache.")
+        raise ValueError(
+            "v must be None for a latent cache and an array for any other; got "
+            f"{'None' if v is None else 'an array'} for {'a latent' if cache.v is None else 'another'} cache."
+        )
     k_pool, k_scale = _write("k", cache.k, cache.k_scale, k, slots)
     if v is None or cache.v is None:
         return dataclasses.replace(cache, k=k_pool, k_scale=k_scale)
@@ -85,7 +87,7 @@ def _write_pool(cache: KVCache, k: jax.Array, v: jax.Array | None, slots: jax.Ar
 def _write(
     name: str, pool: jax.Array, pool_scale: jax.Array | None, tokens: jax.Array, slots: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
-    """New tokens [..., kv_heads, head_dim] in the pool, and their scales if it has one for each token."""
+    """The pool with the new tokens [..., kv_heads, head_dim], and its scales, which change if they are per token."""
     token_shape = pool.shape[2:]
     if tokens.shape != (*slots.shape, *token_shape):
         raise ValueError(
@@ -105,10 +107,10 @@ def _write(
 
 
 def scatter_slots(pool: jax.Array, tokens: jax.Array, slots: jax.Array) -> jax.Array:
-    """Tokens [tokens, ...] at their slots of a pool [blocks, block_size, ...], or of a stack of layers, whose slots are
-    counted through; those outside are dropped."""
+    """Writes tokens [tokens, ...] to their slots in a pool [blocks, block_size, ...]. Tokens with a slot outside are
+    dropped. The pool may be a stack, whose slots are numbered through all layers."""
     num_slots = math.prod(pool.shape[: pool.ndim - tokens.ndim + 1])
-    # Padding goes to distinct slots below zero: past the end a large pool would leave no room in int32.
+    # Padding gets distinct negative slots: past the end of a large pool there may be no int32 numbers left.
     dropped = -1 - jnp.arange(slots.size, dtype=jnp.int32)
     slots = jnp.where((slots >= 0) & (slots < num_slots), slots, dropped)
     return put_rows(pool, slots, tokens)

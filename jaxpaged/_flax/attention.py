@@ -1,4 +1,4 @@
-"""The attention of the NNX and the Linen module: settings, checks, and all but the parameters."""
+"""Everything that the NNX and Linen attention modules share: settings, checks, and the computation."""
 
 from __future__ import annotations
 
@@ -29,34 +29,37 @@ Norm = Callable[[jax.Array], jax.Array]
 class AttentionSettings:
     """Sizes and options of `jaxpaged.nnx.PagedAttention` and `jaxpaged.linen.PagedAttention`.
 
-    Hashable, and without arrays. One serves all layers that are alike; `dataclasses.replace` makes others.
+    The object is hashable and holds no arrays. Layers with equal options can share one; `dataclasses.replace` makes a
+    variant.
 
     Attributes:
-        num_heads: query heads.
-        num_kv_heads: KV heads; must divide `num_heads`.
-        head_dim: numbers a head.
-        rotary_frequencies: from `jaxpaged.rotary_frequencies`, up to `head_dim // 2` numbers; None: no rotation other
-            than `rotary`.
-        rotary: the model's own rotation, `(x [..., heads, head_dim], positions [...]) -> x`, for q and for k.
-        interleaved: whether the pairs that `rotary_frequencies` turn are neighbours, see `rotate_and_write_kv`.
-        fused: whether q, k and v are one product.
-        heads_axis: the mesh axis of the heads and KV heads; the modules say how they use it. Needs `fused=False`.
-        use_bias: whether q, k and v have a bias.
-        use_output_bias: whether the output projection has one.
-        norm_epsilon: of the RMS norm of each head of q and k, before they are rotated; None: no norm.
-        use_sinks: whether each head has a sink, a logit without a value.
-        use_gate: whether the output of the heads is multiplied by the sigmoid of a projection of x.
-        scale: as in `jaxpaged.paged_attention`, like the next five.
-        sliding_window: in tokens.
-        logits_soft_cap: of the logits.
-        alibi_slopes: one a head.
-        num_partitions: of each sequence.
-        implementation: of the attention.
-        dtype: of the computation; None: the one that input and parameters promote to.
-        param_dtype: of the parameters.
+        num_heads: number of query heads.
+        num_kv_heads: number of KV heads; must divide `num_heads`.
+        head_dim: numbers per head.
+        rotary_frequencies: from `jaxpaged.rotary_frequencies`, at most `head_dim // 2` numbers. None: no rotation, or
+            the one in `rotary`.
+        rotary: the model's own rotation, `(x [..., heads, head_dim], positions [...]) -> x`, applied to q and to k.
+        interleaved: whether rotary pairs are neighbouring dimensions; see `jaxpaged.ops.rotate_and_write_kv`.
+        fused: whether one projection computes q, k and v.
+        heads_axis: mesh axis of the heads and KV heads; the modules say how they use it. Needs `fused=False`.
+        use_bias: whether the q, k and v projections, and the gate projection, have a bias.
+        use_output_bias: whether the output projection has a bias.
+        norm_epsilon: epsilon of the RMS norm over each head of q and k, before rotation. None: no norm.
+        use_sinks: whether each head has a sink: a learned logit without a value in the softmax.
+        use_gate: whether the heads' output is multiplied by the sigmoid of a projection of x.
+        scale: factor of the logits. None: `head_dim ** -0.5`. This and the next five are arguments of
+            `jaxpaged.paged_attention`.
+        sliding_window: tokens that each query sees, itself included. None: all.
+        logits_soft_cap: cap of the logits, `cap * tanh(logit / cap)`. None: no cap.
+        alibi_slopes: ALiBi slopes, one per head.
+        num_partitions: partitions of each sequence. None: chosen automatically.
+        implementation: "mosaic_gpu", "xla", or None to choose.
+        dtype: dtype of the computation. None: promoted from the input and the parameters.
+        param_dtype: dtype of the parameters.
 
     Raises:
-        ValueError: sizes that do not fit together, no dtype, or `interleaved` without `rotary_frequencies`.
+        ValueError: the sizes do not match, a dtype is invalid, `rotary` is combined with `rotary_frequencies`,
+            `interleaved` is set without `rotary_frequencies`, or `heads_axis` without `fused=False`.
     """
 
     num_heads: int
@@ -91,11 +94,11 @@ class AttentionSettings:
                 "Make them with jaxpaged.rotary_frequencies(head_dim)."
             )
         if frequencies is not None and self.rotary is not None:
-            raise ValueError("rotary takes the place of rotary_frequencies; pass rotary_frequencies=None with it.")
+            raise ValueError("rotary replaces rotary_frequencies; got both. Pass rotary_frequencies=None with rotary.")
         check_interleaved("rotary_frequencies", frequencies, interleaved=self.interleaved)
         if self.fused and self.heads_axis is not None:
             raise ValueError(
-                "heads_axis needs q, k and v apart: the columns of one kernel do not fall on the heads of a device. "
+                "heads_axis needs separate q, k and v projections: a fused kernel cannot be sharded by heads. "
                 "Pass fused=False with it."
             )
 
@@ -106,23 +109,23 @@ class AttentionSettings:
 
     @property
     def kv_features(self) -> int:
-        """Width of k, and of v."""
+        """Width of k, and width of v."""
         return self.num_kv_heads * self.head_dim
 
     def split(self, qkv: jax.Array) -> list[jax.Array]:
-        """q, k and v of their fused projection."""
+        """Splits the output of the fused projection into q, k and v."""
         return jnp.split(qkv, [self.features, self.features + self.kv_features], axis=-1)
 
 
 def check_dtypes(settings: Any) -> None:
-    """Raises `ValueError` if a dtype of the settings is none."""
+    """Raises `ValueError` unless `param_dtype` and `dtype` are valid."""
     checked_dtype("param_dtype", settings.param_dtype)
     if settings.dtype is not None:
         checked_dtype("dtype", settings.dtype)
 
 
 def output_features(settings: AttentionSettings, projection: str) -> int:
-    """How many numbers a token has after this projection."""
+    """Output width of the named projection."""
     features, kv_features = settings.features, settings.kv_features
     return {
         "qkv_proj": features + 2 * kv_features,
@@ -139,13 +142,13 @@ def project_and_attend[C: (KVCache, CacheLayer)](
     cache: C,
     step: AttentionStep | DenseStep,
     *,
-    project: Callable[[str], jax.Array],  # x by the projection of this name
-    norms: tuple[Norm, Norm] | None,  # q and k, before rotation
+    project: Callable[[str], jax.Array],  # applies the named projection to x
+    norms: tuple[Norm, Norm] | None,  # for q and k, before rotation
     sinks: jax.Array | None,  # [heads]
-) -> tuple[C, jax.Array]:  # and [..., heads * head_dim]
-    """All of a module but its output projection: projects, normalises, rotates, writes, attends and gates.
+) -> tuple[C, jax.Array]:  # the new cache, and [..., heads * head_dim]
+    """Everything in a module before the output projection: projects, normalises, rotates, writes, attends and gates.
 
-    Raises `ValueError` if the inputs do not fit together.
+    Raises `ValueError` if the shapes of the inputs do not match.
     """
     _check_call(settings, x, cache, step)
     if settings.fused:
@@ -179,7 +182,10 @@ def project_and_attend[C: (KVCache, CacheLayer)](
 
 
 def sum_sharding(out: jax.Array) -> NamedSharding | None:
-    """The sharding of the output projection of `out` [..., heads * head_dim], if an explicit mesh shards the heads."""
+    """Sharding of the output projection's result, if an explicit mesh shards the heads of `out`; otherwise None.
+
+    `out` is [..., heads * head_dim].
+    """
     mesh, spec = jax.typeof(out).sharding.mesh, tuple(jax.typeof(out).sharding.spec)
     return NamedSharding(mesh, P(*spec[:-1])) if mesh.explicit_axes and spec[-1] is not None else None
 
@@ -200,7 +206,7 @@ def _check_call(
 
 def check_tokens(x: jax.Array, cache: KVCache | CacheLayer, step: AttentionStep | DenseStep) -> None:
     if not isinstance(step, AttentionStep | DenseStep):
-        raise ValueError(f"a module takes (x, cache, step), the last an AttentionStep; got {type(step).__name__}.")
+        raise ValueError(f"call a module with (x, cache, step), an AttentionStep last; got {type(step).__name__}.")
     if x.shape[:-1] != step.positions.shape:
         raise ValueError(f"x must be {[*step.positions.shape, 'features']}, the tokens of the step; got {x.shape=}.")
     if cache is not None:  # `dense_step` needs none

@@ -31,32 +31,32 @@ from jaxpaged._flax.attention import check_dtypes, check_tokens
 class LatentSettings:
     """Sizes and options of `jaxpaged.nnx.LatentAttention`.
 
-    Hashable, and without arrays. The sizes have the names of a DeepSeek model's config.
+    The object is hashable and holds no arrays. The sizes have the names of a DeepSeek model's config.
 
     Attributes:
-        num_heads: query heads, `num_attention_heads` of the config.
-        kv_lora_rank: numbers of the latent vector, from which keys and values are made.
-        qk_nope_head_dim: numbers of a key and query without a position.
-        qk_rope_head_dim: numbers of the key that all heads share, and of a query, which are rotated.
-        v_head_dim: numbers of a value.
-        q_lora_rank: numbers to which q is compressed; None: it is not.
+        num_heads: number of query heads, `num_attention_heads` in the config.
+        kv_lora_rank: numbers in the latent vector, from which keys and values are computed.
+        qk_nope_head_dim: numbers per head of q and k that are not rotated.
+        qk_rope_head_dim: rotated numbers: per head in q, and in the one rotary key that all heads share.
+        v_head_dim: numbers per head of a value.
+        q_lora_rank: width of the compressed q. None: q is not compressed.
         rotary_frequencies: from `jaxpaged.rotary_frequencies(qk_rope_head_dim, ...)`.
-        rotary_factor: of the rotated part of q and of k: `jaxpaged.rotary_attention_factor(rope_scaling)`.
-        interleaved: whether neighbours are rotated as a pair, see `rotate_and_write_kv`.
-        norm_epsilon: of the RMS norms of the latent vector and of the compressed q.
-        scale: of the logits; None: `(qk_nope_head_dim + qk_rope_head_dim) ** -0.5`. A model whose `rope_scaling` has
-            `mscale_all_dim` multiplies it by `(0.1 * mscale_all_dim * log(factor) + 1) ** 2`.
-        use_bias: whether the projections of x and of the heads' output have a bias.
-        sliding_window: in tokens, as in `jaxpaged.paged_attention`, like the next two.
-        num_partitions: of each sequence. With a number no keys and values are made for each head: see the next.
-        expanded_from: new tokens a sequence, on average, from which keys and values are made for each head. By default
-            from where that is faster with 16 heads on an H100.
-        implementation: of the attention.
-        dtype: of the computation; None: the one that input and parameters promote to.
-        param_dtype: of the parameters.
+        rotary_factor: factor of the rotated part of q and k: `jaxpaged.rotary_attention_factor(rope_scaling)`.
+        interleaved: whether rotary pairs are neighbouring dimensions; see `jaxpaged.ops.rotate_and_write_kv`.
+        norm_epsilon: epsilon of the RMS norms of the latent vector and of the compressed q.
+        scale: factor of the logits. None: `(qk_nope_head_dim + qk_rope_head_dim) ** -0.5`. If the model's
+            `rope_scaling` has `mscale_all_dim`, multiply by `(0.1 * mscale_all_dim * log(factor) + 1) ** 2`.
+        use_bias: whether `q_a_proj`, `kv_a_proj_with_mqa` and `o_proj` have a bias.
+        sliding_window: tokens that each query sees, itself included. None: all.
+        num_partitions: partitions of each sequence. None: chosen automatically. A number turns `expanded_from` off.
+        expanded_from: average number of new tokens per sequence from which a call uses per-head keys and values. The
+            default is where they become faster with 16 heads on an H100.
+        implementation: "mosaic_gpu", "xla", or None to choose.
+        dtype: dtype of the computation. None: promoted from the input and the parameters.
+        param_dtype: dtype of the parameters.
 
     Raises:
-        ValueError: more frequencies than can be rotated, or no dtype.
+        ValueError: `rotary_frequencies` has no numbers or more than `qk_rope_head_dim // 2`, or a dtype is invalid.
     """
 
     num_heads: int
@@ -93,7 +93,7 @@ class LatentSettings:
 
     @property
     def latent_features(self) -> int:
-        """Width of the cache: the latent vector and the shared key."""
+        """Width of a cached token: the latent vector and the shared rotary key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
@@ -107,12 +107,12 @@ def latent_attention[C: (KVCache, CacheLayer)](
     cache: C,
     step: AttentionStep | DenseStep,
 ) -> tuple[C, jax.Array]:
-    """The new cache, and [..., heads * v_head_dim].
+    """Returns the new cache and the heads' output, [..., heads * v_head_dim].
 
         q . (W_K c) = (W_K^T q) . c,    sum_t p_t (W_V c_t) = W_V sum_t p_t c_t
 
-    So all heads can read the latent vector c itself: queries are absorbed. Where sequences have many new tokens, these
-    see each other through keys and values made for each head, with fewer products, and only older tokens in this way.
+    In the absorbed form (right) all heads read the latent vector c itself. If sequences have many new tokens, these
+    attend to each other in the expanded form (left), which needs fewer operations; older tokens stay absorbed.
     """
     s = settings
     tokens: tuple[int, ...] = step.positions.shape
@@ -123,7 +123,7 @@ def latent_attention[C: (KVCache, CacheLayer)](
     rotary, shared_key = (
         rotate(x, *angles, interleaved=s.interleaved, start=0) for x in (rotary, shared_key[..., None, :])
     )
-    if s.rotary_factor != 1.0:  # the square: the cache holds keys without their factor
+    if s.rotary_factor != 1.0:  # squared, because the cache holds keys without their factor
         rotary = rotary * jnp.asarray(s.rotary_factor**2, rotary.dtype)
     pools = pools_of(cache)
     is_split = pools.k.shape[-1] > s.latent_features
@@ -134,7 +134,7 @@ def latent_attention[C: (KVCache, CacheLayer)](
     how: Any = dict(scale=scale, implementation=s.implementation)
 
     def by_head(products: str, x: jax.Array, weights: jax.Array) -> jax.Array:
-        # With an axis of one in the batch XLA would transpose what it computes for each head.
+        # Flattened: with a batch axis of size 1, XLA would transpose the result of each head.
         return jnp.einsum(products, x.reshape(-1, *x.shape[-2:]), weights).reshape(*tokens, s.num_heads, -1)
 
     def absorbed() -> jax.Array:
@@ -169,7 +169,7 @@ def latent_attention[C: (KVCache, CacheLayer)](
 
 
 def _is_expanded(settings: LatentSettings, step: AttentionStep) -> bool:
-    """Whether new tokens see each other by keys and values made of each head."""
+    """Whether new tokens attend to each other through per-head keys and values."""
     if step.slots.ndim == 1 and step.query_starts is None:
         return False
     num_partitions = step.num_partitions if settings.num_partitions is None else settings.num_partitions
@@ -179,10 +179,10 @@ def _is_expanded(settings: LatentSettings, step: AttentionStep) -> bool:
 
 
 def _new_tokens(allocator: BlockAllocator, slots: jax.Array, starts: jax.Array | None) -> jax.Array:
-    """New tokens of each sequence that see each other by keys of each head, int32 [seqs]; 0 for a single one.
+    """Number of new tokens of each sequence that use the expanded form, int32 [seqs]; 0 for a single new token.
 
-    A row of a uniform call whose slot is outside the pool is padding, even if the sequence has an older token at its
-    position.
+    In a uniform call, a row entry with a slot outside the pool is padding, even if the sequence has an older token at
+    that position.
     """
     if starts is None:
         is_new = (slots >= 0) & (slots < allocator.num_blocks * allocator.block_size)
@@ -200,8 +200,11 @@ def _among_new_tokens(
     starts: jax.Array | None,
     **how: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention among the last `counts` tokens of each sequence alone, packed or uniform. In blocks of their own they
-    are sequences without a history. The prefill kernel needs keys and values of one width."""
+    """Attention among the last `counts` tokens of each sequence, packed or uniform: the output and the lse.
+
+    Writes the tokens to a temporary cache, where they are sequences without a history. Keys and values are padded to
+    one width, as the prefill kernel needs.
+    """
     (*rows, heads, _), seqs = k.shape, counts.shape[0]
     value_dim, tokens, width = v.shape[-1], math.prod(rows), max(k.shape[-1], v.shape[-1])
     most = tokens if starts is not None else rows[-1]  # new tokens of a sequence
@@ -229,7 +232,7 @@ def _among_new_tokens(
 
 
 def check_latent_call(settings: LatentSettings, x: jax.Array, cache: KVCache | CacheLayer, step: AttentionStep) -> None:
-    """Raises `ValueError` if a module's inputs do not fit together."""
+    """Raises `ValueError` if the inputs of a latent module do not match."""
     check_tokens(x, cache, step)
     if cache is None:
         raise ValueError("a latent layer needs a cache, with `dense_step` too; got None.")

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) of a linear layer, another one for each token."""
+"""Low-rank adapters (LoRA) of a linear layer, chosen per token."""
 
 from __future__ import annotations
 
@@ -8,33 +8,32 @@ from jax.typing import ArrayLike
 
 from jaxpaged._integers import as_int32
 
-GATHERED = 4  # tokens for each adapter, up to which their adapters are gathered. [adapters_h100]
+GATHERED = 4  # up to this many tokens per adapter, each token gathers its adapter. [adapters_h100]
 
 
 def lora(x: ArrayLike, a: ArrayLike, b: ArrayLike, ids: ArrayLike) -> jax.Array:
-    """The adapters' addition to the output of a linear layer.
+    """The term that LoRA adapters add to the output of a linear layer.
 
         out[t] = (x[t] @ a[ids[t]].T) @ b[ids[t]], and 0 where ids[t] < 0
 
-    The factor that PEFT calls scaling, `lora_alpha / r`, is part of `b`. Adapters of smaller ranks are filled up with
-    zeros.
+    Multiply PEFT's scaling factor, `lora_alpha / r`, into `b`. Pad adapters of smaller rank with zeros.
 
-    Up to four tokens for each adapter are multiplied with their own adapters, which are gathered. More are multiplied
-    with all adapters, in two products, between which the others' are masked. That reads each adapter once and costs
-    `adapters * rank` times `features + outputs` multiplications a token. An adapter that is not finite then spoils the
-    outputs of all.
+    With at most four tokens per adapter, each token gathers its own adapter. With more, every token is multiplied with
+    all adapters in two matrix products, and the results of other adapters are masked in between. That reads each
+    adapter once and costs `adapters * rank * (features + outputs)` multiplications per token. In this form an adapter
+    with NaN or infinity spoils the outputs of all tokens.
 
     Args:
-        x: `[tokens, features]`, the layer's input.
-        a: `[adapters, rank, features]`.
-        b: `[adapters, rank, outputs]`.
-        ids: int32 `[tokens]`, the adapter of each token, as in `AttentionStep.adapters`; -1: none.
+        x: `[tokens, features]`, input of the layer.
+        a: `[adapters, rank, features]`, first factor of each adapter.
+        b: `[adapters, rank, outputs]`, second factor of each adapter.
+        ids: int32 `[tokens]`, adapter of each token, as in `AttentionStep.adapters`; -1: none.
 
     Returns:
-        `[tokens, outputs]`, in x's dtype.
+        `[tokens, outputs]`, in the dtype of x.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: the shapes do not match.
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged

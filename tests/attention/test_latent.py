@@ -150,7 +150,7 @@ def test_blocks_spread_over_two_devices():
     [
         (dict(scale=None), "a latent cache needs scale"),
         (dict(value_dim=None), "v_cache=None and value_dim go together"),
-        (dict(value_dim=49), "numbers of its keys; got value_dim=49, head_dim=48"),
+        (dict(value_dim=49), "must be at most head_dim; got value_dim=49, head_dim=48"),
         (dict(v_scale=1.0), "leave v_scale out"),
     ],
 )

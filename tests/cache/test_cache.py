@@ -82,7 +82,7 @@ FLOAT8 = dict(dtype="float8_e5m2", scale_per="head")
         (dict(k_scale=1.0), r"a float32 cache is not quantised: leave k_scale out"),
         (dict(dtype="int8", scale_per="block"), r'scale_per must be "tensor", "head", .* got scale_per=\'block\''),
         (dict(dtype="int8", scale_per="head"), r"an int8 cache with scale_per='head' needs k_scale"),
-        (dict(dtype="int8", k_scale=1.0), r'k_scale goes with scale_per="tensor" or "head"'),
+        (dict(dtype="int8", k_scale=1.0), r'k_scale needs scale_per="tensor" or "head"'),
         (FLOAT8 | dict(v_scale=jnp.ones(3)), r"v_scale .* must be \[1\]; got \[3\]"),
         (FLOAT8 | dict(scale_per="tensor", k_scale=jnp.ones(3)), r"k_scale .* must be \[\]; got \[3\]"),
         (FLOAT8 | dict(num_layers=3, k_scale=jnp.ones((2, 2))), r"k_scale .* must be \[3, 1\]; got \[2, 2\]"),
@@ -107,18 +107,21 @@ INT8, TWO_HEADS = create(dtype="int8", num_kv_heads=2), dict(k=jnp.ones((3, 2, 8
         (dict(v=TOKENS[..., :6]), r"v must be .* cache's \[1, 8\]; got v.shape=\(3, 1, 6\)"),
         (dict(v=TOKENS.astype(jnp.complex64)), r"v must be floating point; got v.dtype=complex64"),
         (dict(v=TOKENS.astype(jnp.int8)), r"v must be floating point; got v.dtype=int8"),
-        (dict(v=None), "v is None for a latent cache"),
-        (dict(cache=create(is_latent=True, value_dim=6)), "v is None for a latent cache"),
+        (dict(v=None), "v must be None for a latent cache and an array for any other"),
+        (
+            dict(cache=create(is_latent=True, value_dim=6)),
+            "v must be None for a latent cache and an array for any other",
+        ),
         (dict(cache=KVCache(CACHE.k, None), v=None), "value_dim at most the width"),
         (dict(cache=create(num_layers=2)), r"got cache.k.shape=\(2, .*CacheLayer"),
         (dict(cache=CacheLayer(CACHE, 0)), r"needs a stack \[layers, blocks, ...\]; got k.shape=\(4, 2, 1, 8\)"),
         *(
-            (dict(cache=cache), r"must be a KVCache, .*; got a tuple. .* index it, or make an Engine")
+            (dict(cache=cache), r"must be a KVCache, .*; got a tuple\. Index a tuple, .* create the Engine")
             for cache in ((CACHE, CACHE), CacheLayer((CACHE, CACHE), 0))
         ),
         (
             TWO_HEADS | dict(cache=dataclasses.replace(INT8, k_scale=None)),
-            r"a quantised cache has scales .* got k.dtype=int8 and k_scale missing",
+            r"a cache must have scales if it is quantised, .* got k.dtype=int8 and k_scale missing",
         ),
         *(
             (TWO_HEADS | dict(cache=dataclasses.replace(INT8, k_scale=jnp.ones(shape))), "k_scale must be")

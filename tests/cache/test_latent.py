@@ -111,9 +111,9 @@ def test_rotary_numbers_in_two(dtype, scale_per, gain, is_layer):
 def test_errors_of_rotary_numbers_in_two():
     k, _ = tokens()
     for cache, message in (
-        (filled(False, "int8"), "must be a latent one of 8 bits; got value_dim=None"),
+        (filled(False, "int8"), "must be latent and 8-bit; got value_dim=None"),
         (filled(True), "dtype=float32"),
-        (filled(True, "int8"), "the cache's 8 values and half as many rotary numbers as are stored behind them, 4"),
+        (filled(True, "int8"), "8 latent numbers and half of the cache's 4 rotary numbers"),
     ):
         with pytest.raises(ValueError, match=message):
             jaxpaged.ops.split_rotary(cache, k, k)

@@ -78,8 +78,8 @@ def test_writes_what_write_kv_writes(name):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(q=jnp.zeros((2, 3, 6, 16))), r"q and k must differ in their heads alone; got q.shape=\(2, 3, 6, 16\)"),
-        (dict(q=jnp.zeros((3, 6, 8))), r"q and k must differ in their heads alone"),
+        (dict(q=jnp.zeros((2, 3, 6, 16))), r"only in the number of heads; got q.shape=\(2, 3, 6, 16\)"),
+        (dict(q=jnp.zeros((3, 6, 8))), r"q and k may differ only in the number of heads"),
         (dict(q=jnp.zeros((2, 3, 6, 8), jnp.int8)), r"q must be floating point; got q.dtype=int8"),
         (dict(q=jnp.zeros((2, 3, 6, 8), jnp.complex64)), r"q must be floating point; got q.dtype=complex64"),
         (dict(positions=jnp.zeros(3, jnp.int32)), r"positions must be int32 \[2, 3\], one a token; got int32 \[3\]"),

@@ -141,11 +141,11 @@ ROW = ids(1, 2)[None]
         (lambda: gather_kv(numbered(), ROW[:0], ids()), r"got .*shape=\(0, 2\)"),
         (
             lambda: scattered(numbered(num_blocks=3)),
-            r"contiguous must be \[2, 2, 1, 8\] in float32, .* got contiguous.k.shape=\(3, 2, 1, 8\)",
+            r"contiguous must be \[2, 2, 1, 8\] in float32 .* got contiguous.k.shape=\(3, 2, 1, 8\)",
         ),
         (
             lambda: scattered(numbered(num_blocks=2, dtype=jnp.bfloat16)),
-            r"contiguous must be .* in float32, .* in bfloat16",
+            r"contiguous must be .* in float32 .* in bfloat16",
         ),
         (lambda: scattered(numbered(3, num_blocks=2)), r"got contiguous.k.shape=\(3, 2, 2, 1, 8\)"),
         (
@@ -154,7 +154,7 @@ ROW = ids(1, 2)[None]
         ),
         (
             lambda: scattered(gather_kv(float8("head"), ROW.T, ids(2, 2)), float8("token_head")),
-            "contiguous must have scales of the kind that the cache has",
+            "contiguous must have scales of the same granularity as the cache",
         ),
     ],
 )

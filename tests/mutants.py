@@ -37,7 +37,7 @@ WINDOWS = "tests/allocator/test_windows.py::window"
 LOADS = "tests/engine/test_engine.py::depend_on_the_load"
 GROUPS, FOUND = (
     "jaxpaged/_slice/prefix_groups.py",
-    "tests/engine/test_prefix_groups.py::seats_form or what_is or not_full",
+    "tests/engine/test_prefix_groups.py::seats_form or common_prefixes or partly_filled",
 )
 SORTED = "tests/engine/test_prefix_groups.py::sorted or stay_together or all_seats"
 OF_ENGINE = "tests/attention/test_attention_prefix.py::of_an_engine"
@@ -368,7 +368,7 @@ MUTANTS = (
         HOST_TIER,
         "(self._coming, self._arrived)",
         "(self._coming, set[int]())",
-        "tests/engine/test_host_tier.py::arrived_is_forgotten",
+        "tests/engine/test_host_tier.py::arrived_blocks_are_forgotten",
         "salts",
     ),
     Mutant(
@@ -376,7 +376,7 @@ MUTANTS = (
         "jaxpaged/_slice/host_pages.py",
         "jnp.where(num_found >= begins, ends - num_found, 0)",
         "ends - num_found",
-        "tests/engine/test_host_tier.py::behind_a_gap",
+        "tests/engine/test_host_tier.py::after_a_gap",
         "ids",
     ),
     Mutant(
@@ -424,7 +424,7 @@ MUTANTS = (
         "jaxpaged/_engine/books.py",
         "self._aborts = [place for place in self._aborts if place in self.on_device]",
         "pass",
-        "tests/engine/test_engine_trouble.py::spares_who",
+        "tests/engine/test_engine_trouble.py::spares_the_next_request",
         "ids",
     ),
     Mutant(
@@ -432,7 +432,7 @@ MUTANTS = (
         "jaxpaged/_engine/runner.py",
         "raise StateLostError from sent.failure or failure",
         "pass",
-        "tests/engine/test_engine_trouble.py::says_so",
+        "tests/engine/test_engine_trouble.py::has_ended_raises or model_fails_raises or fork_raises",
         "endings",
     ),
     Mutant(
@@ -440,7 +440,7 @@ MUTANTS = (
         "jaxpaged/_engine/runner.py",
         "raise self._unread_failure\n        try:",
         "pass\n        try:",
-        "tests/engine/test_engine_trouble.py::behind_a_failed",
+        "tests/engine/test_engine_trouble.py::after_a_failed",
         "endings",
     ),
     Mutant(
@@ -448,7 +448,7 @@ MUTANTS = (
         "jaxpaged/_engine/books.py",
         "self._aborts = failed.aborts + self._aborts",
         "pass",
-        "tests/engine/test_books.py::taken_back",
+        "tests/engine/test_books.py::restored",
         "endings",
     ),
     Mutant(
@@ -480,7 +480,7 @@ MUTANTS = (
         "jaxpaged/_engine/engine.py",
         "            self._books.drop(request_ids)\n",
         "            pass\n",
-        "tests/engine/test_engine_trouble.py::is_left",
+        "tests/engine/test_engine_trouble.py::abandoned_stream_leaves",
         "endings",
     ),
     Mutant(
@@ -488,7 +488,7 @@ MUTANTS = (
         "examples/lib/http_server.py",
         "self.loop.call_later(PROBE_SECONDS, self._probe)",
         "pass",
-        "tests/examples/test_serve_connections.py::gives_its_blocks_back",
+        "tests/examples/test_serve_connections.py::of_a_disconnected_client",
         "endings",
     ),
     Mutant(

@@ -139,7 +139,7 @@ def test_mistakes_are_found(name):
     }.items(),
     ids=lambda way: way[0],
 )
-def test_inside_of_transformations(way):
+def test_inside_transformations(way):
     cache = create_cache()
 
     def call(ids, factor=1.0):
@@ -190,7 +190,7 @@ def test_context_parallel_attention_is_not_checked():
         jax.jit(run)(jax.device_put(create_cache(), jax.NamedSharding(mesh, P(None, "x"))))
 
 
-def test_off_it_costs_nothing_and_compiled_functions_are_compiled_again():
+def test_disabled_checks_cost_nothing_and_enabling_them_recompiles():
     cache, slots = create_cache(), jnp.array([4, 3])
     write = jax.jit(write_kv)
 

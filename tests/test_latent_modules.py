@@ -97,13 +97,13 @@ def projected(graph, weights, x):
         dict(q_lora_rank=None, interleaved=False, scale=None, use_bias=True),
     ],
 )
-def test_the_module_says_what_expanded_heads_say(changes):
+def test_the_module_equals_expanded_heads(changes):
     module, x = make(**changes), inputs()
     _, out = call(module, x, new_cache(), append(new_allocator(), 7))
     np.testing.assert_allclose(out, expanded(module, x), atol=2e-5)
 
 
-def test_a_token_continues_a_prompt_and_packed_tokens_do_too():
+def test_single_and_packed_tokens_continue_a_prompt():
     module, x = make(), inputs()
     expected = expanded(module, x)
     step = append(new_allocator(), 5)
@@ -137,7 +137,7 @@ def test_prompts_by_keys_of_each_head(changes):
     np.testing.assert_allclose(out[1:6], expected[1, 2:], atol=2e-5)
 
 
-def test_a_window_holds_whatever_the_number_of_new_tokens():
+def test_a_window_holds_for_any_number_of_new_tokens():
     module, x = make(expanded_from=2, sliding_window=3), inputs()
     _, out = call(module, x, new_cache(), append(new_allocator(), 7))
     np.testing.assert_allclose(out, expanded(module, x), atol=2e-5)
@@ -154,7 +154,7 @@ def test_which_prompts_have_keys_of_each_head(expanded_from):
 
 
 @pytest.mark.parametrize("changes", [dict(), dict(expanded_from=2)])
-def test_a_cache_with_rotary_numbers_in_two(changes):
+def test_a_cache_with_rotary_numbers_in_two_parts(changes):
     """The width of the cache decides. Absorbed queries fit it, with a history too."""
     module, x = make(**changes), inputs()
     weights = module.kv_a_proj_with_mqa.kernel

@@ -45,7 +45,7 @@ def test_a_cache_without_room_is_refused_with_the_next_move(in_use, sizes, num_b
     jax.jit(lambda: KVCache.create(**sizes)).lower()
 
 
-def test_memory_that_is_given_back_meanwhile_suffices(monkeypatch):
+def test_memory_freed_in_the_meantime_suffices(monkeypatch):
     seen = iter([10**6, 10**6, 0, 0])
     monkeypatch.setattr(_device, "memory", lambda: (next(seen), 10**6))
     KVCache.create(**SIZES)

@@ -127,7 +127,7 @@ def dense(module, x, options):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=", ".join)
-def test_prefill_and_decode_are_dense_attention_in_both(options):
+def test_prefill_and_decode_equal_dense_attention_in_both(options):
     modules, sequences, q_len = make(options), tokens(), max(LENGTHS) - 1
     expected = [dense(modules[0], x, options) for x in sequences]
     # All but the last token at once, ragged; then the last as one row of each sequence, and as one token.
@@ -151,7 +151,7 @@ def test_prefill_and_decode_are_dense_attention_in_both(options):
 
 
 @pytest.mark.parametrize("options", [OPTIONS[2], OPTIONS[3]], ids=", ".join)
-def test_packed_tokens_with_padding_on_both_ends(options):
+def test_packed_tokens_with_padding_at_both_ends(options):
     modules, sequences = make(options), tokens()
     expected = np.concatenate([dense(modules[0], x, options) for x in sequences])
     allocator = prompts()[1].allocator
@@ -203,7 +203,7 @@ def test_attend_passes_tables_scales_and_options():
             step.attend(q, k, v, cache, **wrong)
 
 
-def test_nothing_is_hidden_in_the_modules():
+def test_the_modules_hold_no_hidden_state():
     module, _ = make({})
     assert {path[-1] for path, _ in nnx.to_flat_state(nnx.state(module))} == {"kernel"}
     x, step = prompts()

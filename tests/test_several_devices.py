@@ -93,7 +93,7 @@ def test_attention_on_an_explicit_mesh(specs, num_devices):
         assert tuple(jax.typeof(array).sharding.spec) == (*specs[0], None, None)[: array.ndim]
 
 
-def test_what_is_whole_is_cut():
+def test_unsharded_arguments_are_sharded():
     _, k_cache, v_cache, *_ = put(CASE.arrays, OVER_HEADS, make_mesh(2))
     tables, lengths = CASE.arrays[3:]
     expected = paged_attention(*CASE.arrays, sliding_window=4)
@@ -162,7 +162,7 @@ def opaque(a, *, num_partitions):
     return a.q * triangle.sum(), a.q[..., 0]
 
 
-def test_no_cache_is_gathered_for_what_cannot_be_partitioned(monkeypatch):
+def test_no_cache_is_gathered_for_an_opaque_kernel(monkeypatch):
     monkeypatch.setattr(xla, "attend", opaque)
     function = functools.partial(paged_attention, implementation="xla")
     auto = make_mesh(2, AxisType.Auto)
@@ -243,7 +243,7 @@ def test_a_layer_of_a_stack_on_an_explicit_mesh():
     assert_close(found, jax.jit(step)(stack, allocator), atol=0)
 
 
-def test_blocks_are_copied_by_the_kernel_wherever_each_device_has_its_part(on_an_h100):
+def test_the_kernel_copies_blocks_if_each_device_has_its_part(on_an_h100):
     cache = KVCache.create(num_blocks=8, block_size=16, num_kv_heads=4, head_dim=128, dtype=jnp.bfloat16)
     ids = jnp.array([1, 2]), jnp.array([3, 4])
     specs = POOL, P(), P()
@@ -318,7 +318,7 @@ def test_one_kv_head_on_a_mesh_of_one_device():
     assert (write_kv(put[0], put[1], put[1], slots).k == write_kv(cache, k, k, slots).k).all()
 
 
-def test_without_jit_a_kernel_is_called_all_the_same():
+def test_a_kernel_is_called_without_jit():
     with jax.disable_jit():
         assert by_kernel(lambda x: x + 1, lambda x: x + 2, jnp.float32(3)) == 5
 
@@ -401,7 +401,7 @@ def test_a_module_over_heads(make, kind):
         assert array.sharding.shard_shape(array.shape)[2] == 2
 
 
-def test_the_heads_of_a_module_by_a_logical_name():
+def test_heads_of_a_module_by_a_logical_axis_name():
     with nnx.logical_axis_rules([("heads", "devices")]), jax.set_mesh(make_mesh(2)):
         module = jaxpaged.nnx.PagedAttention(FEATURES, settings("heads"), rngs=nnx.Rngs(0))
         assert nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(module))) == PARAMETERS

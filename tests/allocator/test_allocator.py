@@ -41,7 +41,7 @@ def test_a_trace():
     assert_same(allocator.free(marks(1, 0, 1)), allocator)
 
 
-def test_running_out_is_a_value_and_a_refused_row_does_not_change():
+def test_running_out_returns_not_ok_and_leaves_refused_rows_unchanged():
     allocator = make(3, 4, 0, 4, num_blocks=5)
     assert free_ids(allocator) == [4]
     # Row 0 has room. Row 1 gets the last block. Rows 2 and 3 find none.
@@ -57,7 +57,7 @@ def test_running_out_is_a_value_and_a_refused_row_does_not_change():
 
 
 @pytest.mark.parametrize("count", [-1, 3, 9, 2**31 - 1, -(2**31)])
-def test_counts_that_cannot_be(count):
+def test_invalid_counts(count):
     # Negative, above q_len, or more than the table can hold: refused, while the neighbour goes on.
     allocator = make(2, 2, num_blocks=9, block_size=2, max_blocks=2)
     append = jax.jit(BlockAllocator.append, static_argnames="q_len")  # outside of jit the count is known
@@ -110,7 +110,7 @@ def test_create_errors(changes, message):
         (BlockAllocator.rollback, "lengths", INTEGERS, FLOATS),
     ],
 )
-def test_an_array_of_another_shape_or_dtype_is_refused(call, name, right, wrong):
+def test_arrays_of_wrong_shape_or_dtype_are_refused(call, name, right, wrong):
     for received in (right[:1], wrong):
         got = rf"got {received.dtype} \[{len(received)}\]"
         with pytest.raises(ValueError, match=rf"{name} must be {right.dtype} \[2\], one for each sequence; {got}"):
@@ -141,14 +141,14 @@ def test_blocks_are_granted_in_the_order_given():
     assert slots[2].tolist() == [2, 3, 4, 5]
 
 
-def test_a_reused_block_never_shows_its_last_owners_tokens():
+def test_a_reused_block_never_exposes_its_previous_owners_tokens():
     allocator = make(0, 0, num_blocks=6, max_blocks=5)
     cache, allocator = write(create_cache(allocator), allocator, [np.nan] * 20, [], q_len=20)
     cache, allocator = write(cache, allocator.free(marks(1, 0)), [], [1] * 6)
     np.testing.assert_allclose(attend(cache, allocator), [0, 1], rtol=1e-6)
 
 
-def test_inside_a_scan_with_64_bits_switched_on():
+def test_inside_a_scan_with_x64():
     def step(allocator, _):
         allocator, slots, ok = allocator.append(counts(1, 1, 0))
         return allocator.free(marks(1, 0, 0)), (slots, ok)

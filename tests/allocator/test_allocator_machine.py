@@ -296,7 +296,7 @@ class VmappedMachine(AllocatorMachine):
     operations = VMAPPED
 
 
-def each_way(name):
+def in_all_modes(name):
     """An operation on four pools under vmap, on each of them under jit, and on each eagerly: to the bit the same."""
 
     def operation(state, *args, **static):
@@ -311,12 +311,12 @@ def each_way(name):
     return operation
 
 
-EACH_WAY = {name: each_way(name) for name in EAGER}
+IN_ALL_MODES = {name: in_all_modes(name) for name in EAGER}
 
 
 class EagerMachine(VmappedMachine):
     SHAPES = (((9, 4, 4, 3), (None,)),)
-    operations = EACH_WAY
+    operations = IN_ALL_MODES
 
 
 def run_machine(machine: type[AllocatorMachine], max_examples: int, steps: int) -> int:
@@ -345,7 +345,7 @@ def test_jit_and_vmap_equal_the_eager_run():
     assert run_machine(EagerMachine, 2, 20) >= 5
 
 
-def test_a_mistake_is_found(monkeypatch):
+def test_an_injected_mistake_is_found(monkeypatch):
     # The twin: a token too many.
     wrong = {**JITTED, "append": lambda state, counts, **static: JITTED["append"](state, counts + 1, **static)}
     monkeypatch.setattr(AllocatorMachine, "operations", wrong)

@@ -85,7 +85,7 @@ def check_fusions(name, batches):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_few_fusions_whatever_the_batch(name):
+def test_fusions_are_few_for_any_batch(name):
     check_fusions(name, BATCHES)
 
 
@@ -96,7 +96,7 @@ def steps(name, *sizes):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_the_program_is_the_same_whatever_the_batch_and_the_pool(name):
+def test_the_program_does_not_depend_on_batch_or_pool_size(name):
     few = steps(name, 4, 70)
     assert few.total() > 3
     assert few == steps(name, 64, 3001) == steps(name, 1024, 1_000_000)
@@ -117,7 +117,7 @@ def test_the_compiled_module_has_no_loop_no_sort_no_host(name):
     assert not operations & set(HOST_AND_LOOPS)
 
 
-def test_the_search_sees_a_loop_and_a_sort():
+def test_the_search_finds_a_loop_and_a_sort():
     def twin(x):
         return jax.lax.while_loop(lambda x: (x < 3).any(), lambda x: jnp.sort(x) + 1, x)
 
@@ -154,7 +154,7 @@ def test_without_donation_the_state_is_copied(name):
 
 
 @pytest.mark.parametrize("name", ["append", "append, in order", "append 256"])
-def test_nothing_as_large_as_the_pool_is_computed_in_a_decode_step(name):
+def test_a_decode_step_computes_no_pool_sized_array(name):
     # Besides what is handed through, no instruction has a result as large as the pool: the cost follows the batch.
     handed = "parameter", "tuple", "get-tuple-element", "bitcast"
     assert [line for operation, line in pool_sized(compiled(name, 1).as_text()) if operation not in handed] == []

@@ -64,7 +64,7 @@ def changed(state, field, index, number):
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_broken_invariants_names_what_is_broken(name):
+def test_broken_invariants_are_named(name):
     allocator = make(6, 0, windows=(4,))
     assert allocator.broken_invariants() == ()
     for change in BREAKS[name]:
@@ -72,7 +72,7 @@ def test_broken_invariants_names_what_is_broken(name):
     assert name in allocator.broken_invariants()
 
 
-def test_every_invariant_has_a_state_that_breaks_it():
+def test_each_invariant_can_be_broken():
     source = inspect.getsource(inspection.broken_invariants)
     assert set(re.findall(r'^ +"(\w+)": ', source, re.MULTILINE)) == set(BREAKS)
 

@@ -45,7 +45,7 @@ def begin(prefix_cache, allocator, *prompts, salts=(0, 0, 0), insert=True):
     return prefix_cache, allocator, num_cached.tolist()
 
 
-def test_a_prompt_shares_the_blocks_of_one_that_began_alike():
+def test_prompts_with_a_common_prefix_share_its_blocks():
     prefix_cache, allocator, hits = begin(*make(), [*A, *B, 7])
     assert hits == [0, 0, 0]
     prefix_cache, allocator, hits = begin(prefix_cache, allocator, [], [*A, *B, 8], [*A, *C, 8])
@@ -69,12 +69,12 @@ def test_a_prompt_shares_the_blocks_of_one_that_began_alike():
         ([*A, *C, *B, 7], 2),
     ],
 )
-def test_what_counts_as_the_same_prefix(prompt, hits):
+def test_which_prefixes_match(prompt, hits):
     prefix_cache, allocator, _ = begin(*make(), [*A, *B, *C])
     assert begin(prefix_cache, allocator, [], prompt)[2] == [0, hits, 0]
 
 
-def test_free_blocks_are_found_until_their_space_is_needed():
+def test_free_blocks_stay_cached_until_they_are_reused():
     prefix_cache, allocator, _ = begin(*make(), [*A, *B, *C, 7])
     allocator = allocator.free(marks(1, 0, 0))
     # The one that is not cached goes first, then the tail before the head.
@@ -91,13 +91,13 @@ def test_free_blocks_are_found_until_their_space_is_needed():
     assert begin(prefix_cache, allocator, [*A, *B, *C, 8])[2] == [4, 0, 0]
 
 
-def test_salts_keep_tenants_apart():
+def test_salts_isolate_tenants():
     prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], salts=[5, 0, 0])
     assert begin(prefix_cache, allocator, [], [*A, *B, 7], salts=[0, 6, 0])[2] == [0, 0, 0]
     assert begin(prefix_cache, allocator, [], [*A, *B, 7], salts=[0, 5, 0])[2] == [0, 4, 0]
 
 
-def test_after_clear_nothing_is_found_and_held_blocks_can_be_cached_again():
+def test_clear_forgets_all_blocks_and_held_ones_can_be_cached_again():
     prefix_cache, before, _ = begin(*make(num_blocks=12), [*A, *B, 7], [*C, 7])
     before = before.free(marks(0, 1, 0))
     prefix_cache, allocator = prefix_cache.clear(before)
@@ -117,7 +117,7 @@ def test_after_clear_nothing_is_found_and_held_blocks_can_be_cached_again():
 
 
 @pytest.mark.parametrize("length", [-1, 9, 2**31 - 1])
-def test_lengths_that_cannot_be_and_rows_that_are_occupied(length):
+def test_invalid_lengths_and_occupied_rows(length):
     prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7])
     tokens = rows([*A, *B, 7], [*A, *B, 7], [*A, *B, 7])
     prefix_cache, after, num_cached = prefix_cache.match_prefix(allocator, tokens, counts(5, length, 5))
@@ -128,7 +128,7 @@ def test_lengths_that_cannot_be_and_rows_that_are_occupied(length):
     assert int(short.listing.next_serial) == 1
 
 
-def test_a_width_below_a_block_is_never_a_hit():
+def test_a_width_below_one_block_never_matches():
     prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7])
     one = jnp.ones((3, 1), jnp.int32)
     assert prefix_cache.match_prefix(allocator, one, counts(0, 1, 1))[2].tolist() == [0, 0, 0]
@@ -143,12 +143,12 @@ def all_equal(blocks, salts, secret):
     return (jnp.full(blocks.shape[:2], 7, jnp.uint32),) * 2
 
 
-def of_tokens(blocks, salts, secret):
+def hash_without_salt(blocks, salts, secret):
     """Blocks with the same tokens collide, whatever their salts are."""
     return hashes(blocks, jnp.zeros_like(salts), secret)
 
 
-def of_own_tokens(blocks, salts, secret):
+def hash_without_parent(blocks, salts, secret):
     """Blocks with the same tokens collide, whatever is before them."""
     alone = hashes(blocks.reshape(-1, 1, blocks.shape[2]), jnp.repeat(salts, blocks.shape[1]), secret)
     return tuple(half.reshape(blocks.shape[:2]) for half in alone)
@@ -169,7 +169,7 @@ def patched(monkeypatch):
 
 
 @pytest.mark.parametrize("confirming", [True, False])
-def test_a_collision_of_hashes_is_no_match(patched, confirming):
+def test_a_hash_collision_is_no_match(patched, confirming):
     patched.setattr(listing, "chain_hashes", all_equal)
     if not confirming:  # the twin: hashes alone
         patched.setattr(listing.Listing, "_confirm", lambda self, ids, listed, blocks: listed)
@@ -184,9 +184,9 @@ def test_a_collision_of_hashes_is_no_match(patched, confirming):
         assert allocator.block_tables.tolist() == [[1, 2, 3, 0], [4, 5, 0, 0], [0, 0, 0, 0]]
 
 
-def test_blocks_of_another_salt_that_collide_neither_match_nor_hide_ones_own(patched):
+def test_blocks_that_collide_across_salts_neither_match_nor_hide_others(patched):
     # An attack by a tenant that knows the hashes: salt 1 holds blocks with the tags and the buckets of salt 0's blocks.
-    patched.setattr(listing, "chain_hashes", of_tokens)
+    patched.setattr(listing, "chain_hashes", hash_without_salt)
     prompt = [*A, *B, *C, 7]
     prefix_cache, allocator, hits = begin(*make(num_blocks=20), prompt, salts=[1, 0, 0])
     assert begin(prefix_cache, allocator, [], prompt, salts=[0, 0, 0])[2] == [0, 0, 0]
@@ -199,7 +199,7 @@ def test_blocks_of_another_salt_that_collide_neither_match_nor_hide_ones_own(pat
 
 
 def test_salts_that_collide_in_one_call_keep_their_blocks(patched):
-    patched.setattr(listing, "chain_hashes", of_tokens)
+    patched.setattr(listing, "chain_hashes", hash_without_salt)
     prompt = [*A, *B, 7]
     prefix_cache, allocator, _ = begin(*make(num_blocks=20), prompt, prompt, prompt, salts=[0, 1, 1])
     assert allocator.block_tables[:, :3].tolist() == [[1, 2, 3], [4, 5, 6], [4, 5, 9]]
@@ -207,8 +207,8 @@ def test_salts_that_collide_in_one_call_keep_their_blocks(patched):
     assert hits == [4, 4, 0]
 
 
-def test_blocks_behind_others_that_collide_are_not_shared(patched):
-    patched.setattr(listing, "chain_hashes", of_own_tokens)
+def test_blocks_after_blocks_that_collide_are_not_shared(patched):
+    patched.setattr(listing, "chain_hashes", hash_without_parent)
     # In one call: B after C is not the B after A.
     prefix_cache, allocator, _ = begin(*make(num_blocks=20), [*A, *B, 7], [*C, *B, 7])
     assert allocator.block_tables[:2, :3].tolist() == [[1, 2, 3], [4, 5, 6]]
@@ -220,7 +220,7 @@ def test_blocks_behind_others_that_collide_are_not_shared(patched):
     assert allocator.block_tables[:, :2].tolist() == [[1, 2], [4, 5], [1, 2]]
 
 
-def test_threefry_is_that_of_jax():
+def test_threefry_equals_jax():
     numbers = np.random.default_rng(0).integers(0, 2**32, (2, 2), np.uint32)
     ours = threefry(*jnp.asarray(numbers))
     np.testing.assert_array_equal(ours, threefry_2x32(*jnp.asarray(numbers)))
@@ -235,16 +235,16 @@ def test_other_secrets_and_salts_give_other_hashes(change):
     assert (np.asarray(before) != np.asarray(after)).all()
 
 
-def test_a_secret_changes_nothing_that_is_found():
+def test_a_secret_does_not_change_matches():
     prefix_cache, allocator, _ = begin(*make(secret=2**128 - 1), [*A, *B, 7])
     assert begin(prefix_cache, allocator, [], [*A, *B, 8], [*A, *C, 8])[2] == [0, 4, 2]
 
 
-def test_where_the_table_has_no_place_the_block_is_not_cached(patched):
-    def one_start(blocks, salts, secret):
+def test_a_block_without_a_free_bucket_is_not_cached(patched):
+    def same_first_bucket(blocks, salts, secret):
         return hashes(blocks, salts, secret)[0], jnp.zeros(blocks.shape[:2], jnp.uint32)
 
-    patched.setattr(listing, "chain_hashes", one_start)
+    patched.setattr(listing, "chain_hashes", same_first_bucket)
     patched.setattr(listing, "PROBES", 1)
     prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], [*C, 7])
     assert int(prefix_cache.listing.next_serial) == 2
@@ -258,7 +258,7 @@ def test_where_the_table_has_no_place_the_block_is_not_cached(patched):
     assert begin(prefix_cache, allocator, [], [*C, 8])[2] == [0, 2, 0]
 
 
-def test_many_random_prompts_all_find_their_places():
+def test_many_random_prompts_all_get_buckets():
     # Every block of the pool is cached, with different tokens: none falls out of the table.
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 50_000, (256, 33), np.int32))
     allocator = allocators.make(*[32] * 256, num_blocks=2049, max_blocks=8)

@@ -11,7 +11,7 @@ from jaxpaged import BlockAllocator
 from tests.allocator.allocators import counts, make, marks
 
 
-def allocator_of(rows, lengths=None):
+def allocator_with(rows, lengths=None):
     """The blocks of each row, of 4 tokens, and its length: by default the blocks are full, and a new token follows."""
     tables = np.zeros((len(rows), 6), np.int32)
     for table, row in zip(tables, rows, strict=True):
@@ -23,7 +23,7 @@ def allocator_of(rows, lengths=None):
 
 def found(rows, lengths=None, **which):
     """(rows, blocks) of each group that shares something."""
-    return named(allocator_of(rows, lengths).prefix_groups(**which))
+    return named(allocator_with(rows, lengths).prefix_groups(**which))
 
 
 def named(groups):
@@ -32,10 +32,10 @@ def named(groups):
     return [((begin, end), blocks[first]) for begin, end, first in bounds if begin < end and blocks[first]]
 
 
-def test_a_row_joins_the_group_that_saves_it_the_most():
+def test_a_row_joins_the_group_that_saves_most():
     """All begin with two blocks. Three share five, which saves each more."""
     rows = [[1, 2, 20], [1, 2, 21], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 22]]
-    groups = allocator_of(rows).prefix_groups()
+    groups = allocator_with(rows).prefix_groups()
     assert named(groups) == [((0, 2), 2), ((2, 5), 5)]
     assert groups.num_blocks.tolist() == [2, 2, 5, 5, 5, 0]  # the last is alone
     assert groups.starts.tolist() == [0, 2, 5, 6, 6]
@@ -48,8 +48,8 @@ def test_rows_that_share_nothing_are_in_no_group():
     assert found([[1, 2]]) == found([[], []]) == []
 
 
-def test_rows_without_tokens_do_not_separate_others():
-    groups = allocator_of([[], [1, 2], [], [1, 3], [], [9], []]).prefix_groups()
+def test_empty_rows_do_not_split_a_group():
+    groups = allocator_with([[], [1, 2], [], [1, 3], [], [9], []]).prefix_groups()
     assert named(groups) == [((0, 5), 1)]  # their queries count, and take no part
     assert groups.num_blocks.tolist() == [0, 1, 0, 1, 0, 0, 0]
     assert groups.first[:1].tolist() == [1]
@@ -86,7 +86,7 @@ def test_random_tables():
     step = jax.jit(BlockAllocator.prefix_groups)
     for _ in range(60):
         rows = [rng.integers(1, 3, rng.choice([0, 3, 5])).tolist() for _ in range(9)]
-        allocator = allocator_of(rows, [max(4 * len(row) - int(rng.integers(0, 4)), 0) for row in rows])
+        allocator = allocator_with(rows, [max(4 * len(row) - int(rng.integers(0, 4)), 0) for row in rows])
         groups = step(allocator)
         starts, first, shared = map(np.asarray, (groups.starts, groups.first, groups.num_blocks))
         assert (np.diff(starts) >= 0).all()

@@ -30,7 +30,7 @@ def test_parallel_sampling_shares_full_blocks_and_copies_the_last():
     assert freed.broken_invariants() == ()
 
 
-def test_beam_search_reorders_in_place_and_an_heir_copies_nothing():
+def test_beam_search_reorders_in_place_and_a_sole_child_copies_nothing():
     # Four beams with a common full block. 0 and 3 go on in each other's row, 1 has two children, 2 has none.
     allocator, _, _ = make(4, 0, 0, 0).fork(counts(0, 0, 0, 0))
     allocator, _, _ = allocator.append(counts(2, 2, 2, 2), q_len=2)
@@ -43,7 +43,7 @@ def test_beam_search_reorders_in_place_and_an_heir_copies_nothing():
     assert after.broken_invariants() == ()
 
 
-def test_too_few_blocks_for_all_copies_refuse_the_later_rows_and_no_row_inherits():
+def test_with_too_few_blocks_for_copies_later_rows_are_refused_and_none_inherits():
     # Rows 0 and 1 inherit from each other, and the one free block is enough for row 2.
     _, copies, ok = make(3, 2, 1, num_blocks=5).fork(counts(1, 0, 0), replace=True)
     assert ok.all()
@@ -69,7 +69,7 @@ def test_too_few_blocks_for_all_copies_refuse_the_later_rows_and_no_row_inherits
         ((2, 1, 2), True, [True, True, True]),  # a copy of an empty row is empty
     ],
 )
-def test_parents_that_cannot_be(parents, replace, ok):
+def test_invalid_parents(parents, replace, ok):
     allocator = make(5, 3, 0)
     after, _, got = allocator.fork(counts(*parents), replace=replace)
     assert got.tolist() == ok
@@ -80,7 +80,7 @@ def test_parents_that_cannot_be(parents, replace, ok):
             assert after.lengths[i] == allocator.lengths[i]
 
 
-def test_rollback_gives_back_the_blocks_beyond():
+def test_rollback_frees_the_blocks_beyond():
     allocator = make(14, 9)
     assert allocator.block_tables.tolist() == [[1, 2, 3, 4], [5, 6, 7, 0]]
     after, copies, ok = allocator.rollback(counts(5, 8))
@@ -94,7 +94,7 @@ def test_rollback_gives_back_the_blocks_beyond():
 
 
 @pytest.mark.parametrize("length", [-1, 7, 2**31 - 1, -(2**31)])
-def test_lengths_that_cannot_be(length):
+def test_invalid_lengths(length):
     allocator = make(6, 3)
     after, _, ok = allocator.rollback(counts(length, 1))
     assert ok.tolist() == [False, True]
@@ -102,7 +102,7 @@ def test_lengths_that_cannot_be(length):
     assert after.broken_invariants() == ()
 
 
-def test_rollback_into_a_shared_block_takes_a_copy():
+def test_rollback_into_a_shared_block_copies_it():
     allocator, _, _ = make(8, 0).fork(counts(0, 0))
     after, copies, ok = allocator.rollback(counts(8, 6))
     assert ok.all()

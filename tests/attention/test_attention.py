@@ -77,7 +77,7 @@ def test_no_divisibility_rule(max_blocks, num_partitions):
         (dict(q_len=512), 4),  # the logits of a prompt
     ],
 )
-def test_partitions_of_xla_fill_a_gpu(shape, partitions):
+def test_xla_partitions_fill_a_gpu(shape, partitions):
     def default(*, seqs=1, q_len=1, capacity=8192, block_size=8, cache_dtype=jnp.bfloat16, on_gpu=True):
         cache = jax.ShapeDtypeStruct((100, block_size, 8, 128), cache_dtype)
         a = Call(
@@ -95,7 +95,7 @@ def test_partitions_of_xla_fill_a_gpu(shape, partitions):
     assert default(**shape, on_gpu=False) == 1
 
 
-def test_partitions_of_xla_are_those_of_the_device(monkeypatch):
+def test_xla_partitions_depend_on_the_device(monkeypatch):
     case = make_case(lengths=(0, 1, 300, 1100, 517), max_blocks=80)
 
     def traced(**options):
@@ -107,11 +107,11 @@ def test_partitions_of_xla_are_those_of_the_device(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_a_scale_on_a_cache_of_qs_own_dtype(dtype):
+def test_a_scale_with_an_unquantised_cache(dtype):
     check(make_case(dtype=dtype, cache_dtype=dtype, scale_shape="head"))
 
 
-def test_blocks_of_several_tiles_with_a_scale_a_token():
+def test_blocks_of_several_tiles_with_token_scales():
     check(make_case(block_size=256, max_blocks=3, cache_dtype=jnp.int8, scale_shape="token_head"), num_partitions=2)
 
 
@@ -141,7 +141,7 @@ def test_traced_scalars_compile_once():
     assert len(traces) == 1
 
 
-def test_a_number_of_numpy_is_a_window_whatever_its_dtype():
+def test_a_window_may_be_a_numpy_scalar_of_any_dtype():
     case = make_case()
     expected = paged_attention(*case.arrays, sliding_window=7)
     for window in (np.uint8(7), np.int16(7), np.array(7)):

@@ -80,7 +80,7 @@ def test_packed_groups_of_an_engine():
     np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
 
 
-def test_what_groups_of_an_engine_compute_once():
+def test_groups_of_an_engine_read_shared_blocks_once():
     case = sorted_case()
     shared, rest, shares = shared_prefix.split(make_call(case), OF_ENGINE)
     assert shares[:, 0].tolist() == [True] * 5 + [False] * 3
@@ -99,7 +99,7 @@ def test_8_bit_caches():
     check(shared_case(cache_dtype=jnp.int8, scale_shape="token_head"))
 
 
-def test_groups_beyond_what_sequences_have():
+def test_groups_beyond_the_sequences_are_clamped():
     """They are clamped, so that nothing outside the tables is read."""
     case = shared_case()
     case = case.replace(k_cache=jnp.nan_to_num(case.k_cache), v_cache=jnp.nan_to_num(case.v_cache))
@@ -143,7 +143,7 @@ def test_an_empty_sequence_in_a_group():
 
 
 @pytest.mark.parametrize("name", ["window", "alibi"])
-def test_what_counts_from_a_position_is_not_shared(name):
+def test_position_dependent_options_share_nothing(name):
     case = shared_case(options=OPTIONS[name])
     plain, *outs = (
         paged_attention(*case.arrays, **case.options, prefix_groups=groups)
@@ -161,7 +161,7 @@ def test_a_tree():
         np.testing.assert_allclose(x, y, atol=1e-5)
 
 
-def test_nobody_shares():
+def test_no_sequence_shares():
     """The call on the shared blocks reads none."""
     case = make_case(lengths=(20, 15))  # the second has no full block
     groups = find_groups(case)
@@ -173,7 +173,7 @@ def test_nobody_shares():
     check(case)
 
 
-def test_what_is_computed_once():
+def test_shared_blocks_are_computed_once():
     """Tables and lengths of the call on the shared blocks, and of that on the others."""
     case = shared_case()
     shared, rest, shares = shared_prefix.split(make_call(case), find_groups(case))
@@ -188,7 +188,7 @@ def test_what_is_computed_once():
 
 
 @pytest.mark.parametrize("wrong", ["shared blocks twice", "shared blocks left out"])
-def test_a_wrong_result_is_noticed(wrong, monkeypatch):
+def test_a_wrong_merge_is_noticed(wrong, monkeypatch):
     case = shared_case()
     merge = run.merge_attention
 

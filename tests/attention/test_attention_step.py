@@ -308,7 +308,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_refused(name):
+def test_invalid_arguments_are_refused(name):
     changes, message = MISTAKES[name]
     with pytest.raises(ValueError, match=message):
         AttentionStep.create(history(), **dict(slots=SLOTS) | changes)
@@ -319,7 +319,7 @@ def test_arrays_may_be_lists():
     assert {leaf.dtype.name for leaf in jax.tree.leaves((step.slots, step.positions, step.adapters))} == {"int32"}
 
 
-def test_mistakes_of_attend():
+def test_invalid_arguments_of_attend():
     step, q, k, v, cache = inputs(packed_step())
     with pytest.raises(ValueError, match=r"takes the cache last, a KVCache or CacheLayer; got ArrayImpl"):
         step.attend(cache, q, k, v)
@@ -331,7 +331,7 @@ def test_mistakes_of_attend():
 
 @pytest.mark.parametrize("rotation", [{}, dict(rotary_frequencies=FREQUENCIES), dict(interleaved=True)], ids=str)
 @pytest.mark.parametrize("kind", STEPS)
-def test_a_layer_without_keys_reads_what_another_wrote(kind, rotation):
+def test_a_layer_without_keys_reads_another_layers_cache(kind, rotation):
     if rotation:
         rotation = dict(rotary_frequencies=FREQUENCIES) | rotation
     step, q, k, v, cache = inputs(STEPS[kind]())

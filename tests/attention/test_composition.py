@@ -54,7 +54,7 @@ def test_while_loop():
 
 @pytest.mark.parametrize("name", ["plain", "window", "all"])
 @pytest.mark.parametrize("q_len", [None, 3, 50])  # 50: a prompt, longer than some of the sequences
-def test_gradients_are_those_of_the_reference(name, q_len):
+def test_gradients_equal_the_reference(name, q_len):
     # The pools and their scales hold NaN wherever no sequence has a token, and so do the rows of q that stand before a
     # sequence's start: not one may reach a gradient.
     scale_shape = "token_head" if name == "window" else None

@@ -59,7 +59,7 @@ def find_fault(monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ["", "prompts: 1.0e+00"])
-def test_it_runs_once_a_machine(monkeypatch, folder, find_fault, fault):
+def test_it_runs_once_per_machine(monkeypatch, folder, find_fault, fault):
     for _ in range(2):
         assert find_fault(L4, test=fault) == fault
         assert find_fault(L4, in_trace=True, test=fault) == fault
@@ -90,11 +90,11 @@ def test_inside_a_trace_it_does_not_run(find_fault):
     [GPUS["H100"], Gpu(68, 7.5, name="T4"), dataclasses.replace(L4, broken_ptxas="12.8.93")],
     ids=["confirmed", "without kernels", "without a ptxas"],
 )
-def test_gpus_that_need_none(gpu, find_fault):
+def test_confirmed_gpus_need_no_test(gpu, find_fault):
     assert find_fault(gpu, test="wrong") == ""
 
 
-def test_a_plain_call_imports_nothing_else_of_the_self_test():
+def test_a_plain_call_imports_nothing_more_of_the_self_test():
     """Neither threads, files nor cases, on a GPU that needs no test."""
     script = """
         import sys, jax, jax.numpy as jnp, jaxpaged
@@ -123,7 +123,7 @@ def test_it_can_be_turned_off(monkeypatch, find_fault):
     assert find_fault(L4, in_trace=True, test="wrong") == ""
 
 
-def test_a_folder_that_cannot_be_written(folder, find_fault):
+def test_an_unwritable_folder(folder, find_fault):
     (folder / "jaxpaged").write_text("a file")
     assert [find_fault(L4, test="wrong") for _ in range(2)] == ["wrong", "wrong"]
     assert find_fault.gpus == [L4]
@@ -148,7 +148,7 @@ def arrays(monkeypatch):
 
 
 @without_a_gpu
-def test_a_call_by_xla_where_the_kernels_fail(arrays):
+def test_a_call_uses_xla_if_the_kernels_fail(arrays):
     with pytest.warns(UserWarning, match="XLA computes this call: the self-test .* A100: window.*` tests again"):
         out = paged_attention(*arrays)
     assert (out == paged_attention(*arrays, implementation="xla")).all()
@@ -156,7 +156,7 @@ def test_a_call_by_xla_where_the_kernels_fail(arrays):
     assert explain(*arrays, implementation="mosaic_gpu").kernel == "paged_decode"
 
 
-def test_a_traced_call_by_the_kernels(arrays):
+def test_a_traced_call_uses_the_kernels(arrays):
     def traced():
         return jax.make_jaxpr(lambda q: paged_attention(q, *arrays[1:]))(arrays[0])
 
@@ -170,7 +170,7 @@ def test_a_traced_call_by_the_kernels(arrays):
 
 
 @without_a_gpu
-def test_an_engine_tests_when_it_is_made(monkeypatch, arrays):
+def test_an_engine_runs_the_test_at_creation(monkeypatch, arrays):
     monkeypatch.setattr(_device, "is_gpu", lambda: True)
     cache = KVCache.create(num_blocks=4, block_size=16, num_kv_heads=1, head_dim=32)
     with pytest.raises(ValueError, match="apply"):  # which is looked at after the test

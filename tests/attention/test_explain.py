@@ -135,7 +135,7 @@ def test_the_text_names_kernel_partitions_and_configuration():
     assert "by a plan, more for longer sequences" in str(explain(*arrays(max_blocks=1024), gpu="H100"))
 
 
-def test_arrays_lists_and_trees_as_the_call_takes_them():
+def test_arrays_lists_and_trees_as_in_a_call():
     """Concrete arguments, none of which is read or computed with."""
     cache = KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64, dtype="bfloat16")
     q = jnp.ones((1, 4, 4, 64), jnp.bfloat16)

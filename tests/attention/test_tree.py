@@ -84,7 +84,7 @@ def test_a_token_sees_its_branch_and_the_history(name):
         assert not np.delete(differs, 4, axis=1).any()
 
 
-def test_tokens_of_a_short_sequence_are_where_they_stand():
+def test_rows_before_the_start_of_a_short_sequence_are_zero():
     """Of the 7 rows the last 2 exist, 5 and 6, of two branches: each sees itself alone."""
     case = make_case(lengths=(2, *LENGTHS[1:]), q_len=NODES)
     values = case.v_cache[case.block_tables[0, 0], :2]  # [tokens, kv_heads, head_dim]
@@ -94,7 +94,7 @@ def test_tokens_of_a_short_sequence_are_where_they_stand():
         np.testing.assert_allclose(out[0, 5:], jnp.repeat(values, 3, axis=1), atol=1e-6)
 
 
-def test_bits_that_are_no_tree():
+def test_a_mask_that_is_no_tree():
     """A query sees the tokens whose bits are set, whatever these see: the last query of each sequence sees token 2, and
     not all that token 2 sees."""
     lengths, bits = (20, 35), np.asarray([[0, 2, 6, 12], [1, 3, 7, 12]], np.uint32)[..., None]
@@ -130,7 +130,7 @@ def test_a_mask_from_parents():
         tree_mask(jnp.asarray([[-1, 0, 1], [-1, 0, 2]]))
 
 
-def test_a_chain_is_what_there_is_without_a_mask():
+def test_a_chain_equals_no_mask():
     case = make_case(lengths=LENGTHS, q_len=NODES, options=OPTIONS["all"])
     out, _ = BOTH[1](*case.arrays, **case.options, tree_mask=make_mask(range(-1, NODES - 1)))
     assert_within_budget(case, out)
@@ -165,7 +165,7 @@ def test_errors(function, changes, message):
 
 
 @pytest.mark.parametrize("gpu", ["H100", "A100"])
-def test_which_kernel_takes_a_tree(gpu):
+def test_choice_of_the_kernel(gpu):
     """The decode kernel, up to 64 rows, with and without partitions. XLA computes larger ones."""
     q, *arrays = make_case(lengths=LENGTHS, q_len=22, dtype=jnp.bfloat16).arrays
     mask = jnp.ones((4, 22, 1), jnp.uint32)
@@ -186,7 +186,7 @@ def test_which_kernel_takes_a_tree(gpu):
     assert "a tree_mask of up to 64 rows" in explained(q).reason
 
 
-def test_what_the_kernels_do_not_take():
+def test_trees_that_the_kernels_reject():
     case = make_case(lengths=LENGTHS, q_len=NODES, dtype=jnp.bfloat16)
     arrays, how = case.arrays[1:], dict(implementation="mosaic_gpu", gpu="H100")
     for options in (dict(sliding_window=9), dict(alibi_slopes=jnp.ones(6))):

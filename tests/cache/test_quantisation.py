@@ -45,7 +45,7 @@ def created(k, v, dtype, scale, **changes):
 @DTYPES
 @EVERY_SCALE
 @pytest.mark.parametrize("given", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_round_trip_error_is_what_the_mantissa_gives(dtype, scale, given):
+def test_round_trip_error_follows_the_mantissa(dtype, scale, given):
     k, v = drawn((12, 3, 64)).astype(given), drawn((12, 3, 64), 1).astype(given)
     slots = jnp.asarray(np.random.default_rng(2).permutation(32)[:12], jnp.int32)
     cache = write_kv(created(k, v, dtype, scale), k, v, slots)
@@ -85,7 +85,7 @@ def test_zeros_and_the_smallest_numbers_are_stored_as_numbers(dtype):
 
 @DTYPES
 @EVERY_SCALE
-def test_nan_is_not_hidden_where_the_dtype_can_say_it(dtype, scale):
+def test_nan_is_kept_if_the_dtype_has_it(dtype, scale):
     calm = jnp.ones((2, 2, 8))
     k = calm.at[0, 0, 3].set(jnp.nan)
     wide = widen_kv(write_kv(created(calm, calm, dtype, scale), k, k, jnp.asarray([1, 2], jnp.int32)))
@@ -120,7 +120,7 @@ def test_padding_writes_neither_numbers_nor_scales(dtype, scale):
 @pytest.mark.parametrize(
     ("dtype", "scale"), [(jnp.float32, None), *itertools.product(ROUNDING, ["tensor", "head", "token_head"])]
 )
-def test_a_layer_of_a_stack_is_that_cache_by_itself(dtype, scale):
+def test_a_layer_of_a_stack_equals_a_single_cache(dtype, scale):
     k, v = drawn((3, 5, 2, 8)), drawn((3, 5, 2, 8), 1)
     # Not vmap: XLA may round the division of a batch otherwise, by one unit in the last place.
     scales = jax.tree.map(lambda *x: jnp.stack(x), *(calibrated(k[i], v[i], dtype, scale) for i in range(3)))
@@ -173,7 +173,7 @@ def test_a_donated_decode_step_widens_tiles_not_the_cache(dtype, scale):
 
 @pytest.mark.parametrize("num_layers", [None, 3])
 @EVERY_SCALE
-def test_scales_that_create_makes(scale, num_layers):
+def test_scales_of_create(scale, num_layers):
     layers, shapes = ((), {"tensor": ()}) if num_layers is None else ((3,), {"tensor": (3, 1)})
     shapes |= {"head": (*layers, 2), "token_head": (*layers, 8, 4, 2)}
     k = jnp.ones((2, 8))

@@ -108,7 +108,7 @@ def test_equal_to_merged_weights(tokens):
     assert jaxpaged.lora(*(array.astype(jnp.bfloat16) for array in (x, a, b)), ids).dtype == "bfloat16"
 
 
-def test_shapes_that_do_not_fit_are_refused():
+def test_wrong_shapes_are_refused():
     x, a, b, ids = jnp.ones((5, 4)), jnp.ones((2, 3, 4)), jnp.ones((2, 3, 7)), jnp.zeros(5, jnp.int32)
     assert jaxpaged.lora(x, a, b, ids).shape == (5, 7)
     for wrong in ((x[0], a, b, ids), (x, a[0], b, ids), (x, a[:1], b, ids), (x, a[:, :2], b, ids), (x, b, b, ids)):
@@ -119,7 +119,7 @@ def test_shapes_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize("left", [BLOCKS, TIGHT], ids=["plenty", "tight"])
-def test_tokens_are_those_of_merged_weights_among_other_adapters(engine, left):
+def test_tokens_equal_merged_weights_next_to_other_adapters(engine, left):
     prompts, params = some_requests(16)
     with counting(engine) as counts, fewer_blocks(engine, left):
         outputs = engine.generate(prompts, params)
@@ -131,7 +131,7 @@ def test_tokens_are_those_of_merged_weights_among_other_adapters(engine, left):
             np.testing.assert_allclose(output.outputs[0].logprobs, logprobs, atol=1e-4)
 
 
-def test_a_batch_invariant_engine_gives_the_same_bits_among_other_adapters():
+def test_a_batch_invariant_engine_gives_the_same_bits_next_to_other_adapters():
     prompts, params = some_requests(8)
     params = [dataclasses.replace(of_one, logprobs=True, n=1) for of_one in params]
     exact_engine = create_adapted_engine(batch_invariant=True)
@@ -142,7 +142,7 @@ def test_a_batch_invariant_engine_gives_the_same_bits_among_other_adapters():
         assert score.logprobs == output.outputs[0].logprobs
 
 
-def test_a_prefix_is_found_by_its_own_adapter_only(engine):
+def test_a_prefix_matches_only_its_own_adapter(engine):
     prompt, long = [*range(2 * BLOCK_SIZE + 1)], greedy(30)
 
     def num_found(chosen, adapters=None):

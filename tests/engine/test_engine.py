@@ -106,7 +106,7 @@ def test_a_batch_invariant_engine_gives_equal_bits_under_any_load():
     assert num_different(shared_engine(), BLOCKS)
 
 
-def test_a_layer_without_a_number_of_partitions_gets_that_of_the_step(monkeypatch):
+def test_a_layer_uses_the_partitions_of_the_step_by_default(monkeypatch):
     given = []
     attend = "jaxpaged._attention.attention_step.attend"
     monkeypatch.setattr(attend, lambda q, *_, num_partitions, **options: given.append(num_partitions) or q)
@@ -117,7 +117,7 @@ def test_a_layer_without_a_number_of_partitions_gets_that_of_the_step(monkeypatc
     assert given == [1, 1, 2]
 
 
-def test_weights_are_not_the_callers_container():
+def test_the_engine_does_not_share_the_callers_container_of_weights():
     engine, weights = shared_engine(), random_weights(1)
     engine.update_weights(weights)
     weights["head"] *= 2
@@ -155,7 +155,7 @@ def test_a_prefix_is_found_until_the_weights_change():
     assert served_with(0) == (29, 0)
 
 
-def test_blocks_that_old_weights_began_are_not_found_with_new_ones():
+def test_blocks_that_old_weights_began_do_not_match_with_new_ones():
     """The first block is full, but not yet listed, when the weights change."""
     engine, prompt = shared_engine(prefix_cache=True), [9, 8, 7]
     engine.add_request(prompt, greedy(20))
@@ -248,7 +248,7 @@ def test_an_abort_of_one_completion_spares_the_others(prefix_cache):
         assert tokens == whole[: len(tokens)]
 
 
-def test_a_request_begins_with_the_slice_after_the_current_one():
+def test_a_request_starts_with_the_slice_after_the_current_one():
     engine = shared_engine()
     engine.add_request([1, 2, 3, 4], greedy(MAX_TOKENS - 4))
     engine.step()
@@ -278,7 +278,7 @@ def test_a_request_streams_as_it_grows():
     assert all(tokens == seen[-1][: len(tokens)] for tokens in seen)
 
 
-def test_a_stream_loses_nothing_while_others_are_served():
+def test_a_stream_loses_no_token_while_other_calls_run():
     engine, params, prompts = shared_engine(), greedy(3 * STEPS), [[1, 2, 3], [4, 5]]
     stream = engine.stream(prompts, params)
     outputs = [next(stream)]
@@ -404,13 +404,13 @@ def test_caches_may_be_lists_weights_numbers_and_the_head_any_callable(seed, sca
     assert isinstance(engine._runner.state.caches, tuple)
 
 
-def test_a_prefix_cache_that_can_find_nothing_is_harmless():
+def test_a_prefix_cache_with_too_large_blocks_is_harmless():
     one, other = (tokens_of(scaled_engine().generate([[1, 2, 3]], greedy())) for _ in range(2))
     assert one == other
     assert scaled_engine().stats().num_found == 0
 
 
-def test_parameters_are_those_of_vllm():
+def test_sampling_parameters_have_vllms_names():
     params = SamplingParams(stop_token_ids=[2, np.int64(3)])
     assert params == SamplingParams(stop_token_ids=(2, 3))
     assert len({params, SamplingParams(stop_token_ids=(2, 3))}) == 1
@@ -438,7 +438,7 @@ def test_the_layers_of_a_step_follow_one_plan(max_model_len, has_plan, monkeypat
 
 
 @with_and_without_prefix_cache
-def test_a_soak_in_a_pool_of_a_third_of_what_the_seats_need(prefix_cache):
+def test_a_soak_in_a_third_of_the_blocks_that_seats_need(prefix_cache):
     engine = shared_engine(prefix_cache=prefix_cache)
     with fewer_blocks(engine, TIGHT) as hidden:
         assert_whole(engine, hidden)

@@ -116,7 +116,7 @@ def test_an_interrupted_generate_leaves_nothing(expected, monkeypatch, number):
     assert_ready(engine, expected)
 
 
-def test_an_abort_after_an_interrupt_spares_who_got_the_place(monkeypatch):
+def test_an_abort_after_an_interrupt_spares_the_next_request_in_its_place(monkeypatch):
     """The request ends in a slice that is not read when it is aborted, and the slice after that is already sent."""
     engine = shared_engine()
     first = engine.add_request([1], greedy(STEPS + 2))
@@ -153,7 +153,7 @@ BOOKS |= {"num_open", "has_more", "wants_logprobs", "undisturbed", "_drop"}
 
 
 @contextlib.contextmanager
-def interrupted_at_line(number, functions, interrupt, files=("_engine/runner.py", "_engine/books.py")):
+def interrupt_at_line(number, functions, interrupt, files=("_engine/runner.py", "_engine/books.py")):
     """Calls `interrupt` before that line, counted from 0 over all that run in these functions; None: in all."""
     lines = iter(range(1_000_000))
 
@@ -177,7 +177,7 @@ def interrupted_at_line(number, functions, interrupt, files=("_engine/runner.py"
 def test_a_signal_before_any_line_of_the_books_loses_nothing(expected, which):
     signal.signal(which, signal.default_int_handler)
     engine, interrupt = shared_engine(), functools.partial(signal.raise_signal, which)
-    at_line = functools.partial(interrupted_at_line, interrupt=interrupt)
+    at_line = functools.partial(interrupt_at_line, interrupt=interrupt)
     number = 0
     while was_interrupted(at_line, number, BOOKS, engine, LONG, expected[:2]):
         number += 7
@@ -192,13 +192,13 @@ def test_ctrl_c_in_any_lock_leaves_the_engines_thread_at_work(expected, monkeypa
     files = "concurrent/futures/_base.py", "threading.py", "_engine/interrupts.py"
     interrupt = functools.partial(signal.raise_signal, signal.SIGINT)
     for number in range(0, 600, 5):
-        with contextlib.suppress(KeyboardInterrupt), interrupted_at_line(number, None, interrupt, files):
+        with contextlib.suppress(KeyboardInterrupt), interrupt_at_line(number, None, interrupt, files):
             engine.generate(PROMPTS[:1], dataclasses.replace(LONG, max_tokens=1))
         assert engine._runner.thread.submit(int).result(timeout=10) == 0, number
     assert_ready(engine, expected)
 
 
-def test_an_engine_whose_thread_has_ended_says_so(monkeypatch):
+def test_a_call_after_the_engines_thread_has_ended_raises(monkeypatch):
     with not_compiled():
         engine = create_engine(batch_invariant=True)
     request = engine.add_request(PROMPTS[0], LONG)
@@ -215,7 +215,7 @@ def test_an_engine_whose_thread_has_ended_says_so(monkeypatch):
     [(BOOKS | {"take_outputs"}, range(0, 200, 7)), ({"send"}, range(0, 60, 3))],
     ids=["all", "send"],
 )
-def test_a_stream_that_was_left_may_be_collected_at_any_line(functions, numbers, expected):
+def test_an_abandoned_stream_may_be_collected_at_any_line(functions, numbers, expected):
     """In a cycle, as with the traceback of an exception, it is closed whenever Python looks for garbage."""
     engine = shared_engine()
 
@@ -232,7 +232,7 @@ def test_a_stream_that_was_left_may_be_collected_at_any_line(functions, numbers,
         for number in numbers:
             leave()
             requests = [engine.add_request(prompt, LONG) for prompt in PROMPTS]
-            with interrupted_at_line(number, functions, gc.collect):
+            with interrupt_at_line(number, functions, gc.collect):
                 assert serve(engine, requests) == expected, number
     finally:
         gc.enable()
@@ -252,7 +252,7 @@ def test_weights_may_be_donated_once_generate_has_returned(expected, monkeypatch
 
 
 @contextlib.contextmanager
-def interrupted_behind_line(number, functions):
+def interrupt_after_line(number, functions):
     """Ctrl-C before that line, counted from 0 over all in these functions. It is raised where Python looks for it."""
     interrupt = ctypes.pythonapi.PyErr_SetInterrupt
     interrupt.argtypes, interrupt.restype = [ctypes.py_object], None
@@ -283,13 +283,13 @@ def test_ctrl_c_while_step_returns_loses_nothing(expected):
 
     tokens, functions = [x[: STEPS + 1] for x in expected[:2]], (Engine.step, Books.take_outputs)
     number = 0
-    while was_interrupted(interrupted_behind_line, number, functions, engine, params, tokens):
+    while was_interrupted(interrupt_after_line, number, functions, engine, params, tokens):
         number += 1
     assert number > 20
     assert_ready(engine, expected)
 
 
-def test_interrupts_wait_for_the_end_and_find_the_handlers_of_before():
+def test_interrupts_are_deferred_and_handlers_restored():
     handled, done = [], []
 
     def handle(number, frame):
@@ -315,7 +315,7 @@ def test_interrupts_wait_for_the_end_and_find_the_handlers_of_before():
     assert all(signal.getsignal(which) is handle for which in signals)
 
 
-def test_an_engine_whose_model_fails_says_so_and_refuses_everything(expected):
+def test_an_engine_whose_model_fails_raises_and_refuses_every_call(expected):
     failures = []
 
     def call(x):
@@ -353,7 +353,7 @@ def test_an_engine_whose_model_fails_says_so_and_refuses_everything(expected):
     assert engine.stats().num_generated > 0
 
 
-def test_an_engine_is_lost_too_if_a_failure_shows_only_in_the_report():
+def test_a_failure_that_appears_only_in_the_report_loses_the_engine():
     """As on a GPU, where a call may return before what it started has failed."""
 
     class Broken:
@@ -372,7 +372,7 @@ def test_an_engine_is_lost_too_if_a_failure_shows_only_in_the_report():
             engine.step()
 
 
-def test_a_stream_that_is_left_leaves_nothing(expected):
+def test_an_abandoned_stream_leaves_nothing_behind(expected):
     engine = shared_engine()
     for _ in engine.stream(PROMPTS * 10, LONG):  # more than the device holds
         break
@@ -434,7 +434,7 @@ def test_sleep_counts_the_requests_whose_end_was_not_returned(monkeypatch):
     finish(engine)
 
 
-def test_a_slice_behind_a_failed_one_does_not_run(monkeypatch):
+def test_a_slice_after_a_failed_one_does_not_run(monkeypatch):
     """The first slice with other weights forgets cached prefixes. If it fails, the next must not find any."""
     engine, prompt, params = shared_engine(prefix_cache=True), [*range(2, 30)], dataclasses.replace(LONG, max_tokens=4)
     before = tokens_of(engine.generate([prompt], params))
@@ -463,7 +463,7 @@ def test_a_slice_behind_a_failed_one_does_not_run(monkeypatch):
     assert tokens_of(engine.generate([prompt], params)) == before
 
 
-def test_abort_says_whom_it_knew_and_ends_all_without_an_id(expected):
+def test_abort_returns_if_it_found_requests_and_ends_all_without_an_id(expected):
     engine, params = shared_engine(), SamplingParams(max_tokens=MAX_TOKENS - 4, n=2)
     assert not engine.abort()
     requests = [engine.add_request(prompt, params) for prompt in PROMPTS * 10]
@@ -481,7 +481,7 @@ def test_abort_says_whom_it_knew_and_ends_all_without_an_id(expected):
     assert_ready(engine, expected)
 
 
-def test_an_engine_from_before_a_fork_says_so(monkeypatch):
+def test_an_engine_from_before_a_fork_raises(monkeypatch):
     engine, process = shared_engine(), os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: process + 1)
     with pytest.raises(RuntimeError, match=r"made before os.fork\(\)"):

@@ -71,7 +71,7 @@ def expected_tokens(family, prompts, params):
     ],
     ids=FAMILIES,
 )
-def test_tokens_are_those_of_a_model_without_a_cache(family, make_engine):
+def test_tokens_equal_a_model_without_a_cache(family, make_engine):
     grouped = make_engine()
     prompts, params = requests()
     assert tokens_of(grouped.generate(prompts, params)) == expected_tokens(family, prompts, params)
@@ -82,7 +82,7 @@ def test_tokens_are_those_of_a_model_without_a_cache(family, make_engine):
     assert_idle(grouped)
 
 
-def test_a_window_that_passes_a_block_too_many_makes_other_tokens(monkeypatch):
+def test_a_window_that_frees_a_block_too_many_changes_tokens(monkeypatch):
     # The twin: its blocks are handed out again, and overwritten.
     right = state.num_passed_blocks
     monkeypatch.setattr(state, "num_passed_blocks", lambda window, lengths, size: right(window and 1, lengths, size))

@@ -91,7 +91,7 @@ def count(engine, prompt, *args, **options):
     return counts.num_found, counts.num_brought, counts.num_computed
 
 
-def test_a_prefix_that_the_pool_has_lost_comes_back(engine):
+def test_a_prefix_that_the_pool_has_lost_is_restored(engine):
     talk = serve(engine, prompt_of(1, 20))
     push_out(engine)
     # 25 of its 26 tokens and the prompt were computed: six full blocks.
@@ -100,7 +100,7 @@ def test_a_prefix_that_the_pool_has_lost_comes_back(engine):
 
 
 @pytest.mark.parametrize(("length", "found"), [(CHUNK // 2 + 1, CHUNK // 2), (CHUNK // 2 - 1, 0)])
-def test_a_few_tokens_are_computed_instead(engine, length, found):
+def test_a_short_prefix_is_computed_instead(engine, length, found):
     prompt = prompt_of(2 + length, length)
     serve(engine, prompt, greedy(1))
     push_out(engine)
@@ -109,7 +109,7 @@ def test_a_few_tokens_are_computed_instead(engine, length, found):
 
 # Twelve do not fit into the pool: listed blocks may be overwritten in the next slice, before they are copied.
 @pytest.mark.parametrize(("at_once", "part"), [(2, 0.95), (12, 0.4)])
-def test_conversations_in_turn_find_most_of_what_an_endless_pool_would_find(engine, at_once, part):
+def test_alternating_conversations_find_most_of_what_an_endless_pool_would(engine, at_once, part):
     talks, endless = [prompt_of(seed, 12) for seed in range(12)], 0
     with counting(engine) as counts:
         for turn in range(3):
@@ -123,7 +123,7 @@ def test_conversations_in_turn_find_most_of_what_an_endless_pool_would_find(engi
     assert 0.5 * counts.num_found < counts.num_brought <= counts.num_found  # nothing came back in vain
 
 
-def test_several_that_begin_alike_wait_for_one_copy(engine):
+def test_completions_of_one_prompt_wait_for_one_copy(engine):
     prompt, params = [*serve(engine, prompt_of(3, 24)), 1], SamplingParams(max_tokens=4, seed=3, n=3)
     push_out(engine)
     with counting(engine) as counts:
@@ -132,7 +132,7 @@ def test_several_that_begin_alike_wait_for_one_copy(engine):
     assert (counts.num_found, counts.num_brought) == (3 * 28, 28)
 
 
-def test_scores_begin_with_restored_blocks_except_for_their_last_token(engine):
+def test_scores_use_restored_blocks_except_for_their_last_token(engine):
     prompt = serve(engine, prompt_of(4, 22))
     (expected,) = engine.score([prompt[:21]], [prompt[21:]])
     push_out(engine)
@@ -142,7 +142,7 @@ def test_scores_begin_with_restored_blocks_except_for_their_last_token(engine):
     np.testing.assert_array_equal(score.logprobs, expected.logprobs)
 
 
-def test_other_weights_find_nothing_of_the_old_ones(engine, monkeypatch):
+def test_new_weights_match_no_old_blocks(engine, monkeypatch):
     prompt = [*serve(engine, prompt_of(5, 20)), 7]
     push_out(engine)
     with counting(engine) as counts:
@@ -158,7 +158,7 @@ def test_other_weights_find_nothing_of_the_old_ones(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
-def test_sleep_gives_the_host_memory_back(engine, monkeypatch, is_interrupted):
+def test_sleep_frees_host_memory(engine, monkeypatch, is_interrupted):
     talk, clear = serve(engine, prompt_of(6, 20)), engine._runner.tier.clear
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     assert engine.stats().host_bytes > 0
@@ -183,7 +183,7 @@ def test_random_requests_in_a_tight_pool_get_their_own_tokens(engine):
     assert moving(engine._runner.tier) == []
 
 
-def test_a_waiting_request_needs_room_twice_as_others_may_come_into_the_place_of_its_blocks(engine):
+def test_a_waiting_request_reserves_room_twice_as_its_blocks_may_be_replaced(engine):
     for seed in range(6):
         engine.add_request(prompt_of(seed, 20), greedy(20))
     engine.step()
@@ -219,7 +219,7 @@ def lost_run(engine, seed):
     return lambda begin, end, page: Run(None, salt, prompt[:end], [bytes([i]) for i in range(end)], begin, 1, [page])
 
 
-def test_blocks_behind_a_gap_are_not_listed(engine):
+def test_blocks_after_a_gap_are_not_listed(engine):
     make_run, copies = lost_run(engine, 7), engine._runner.tier._copies
     for begin, end, is_listed in ((4, 6, False), (0, 4, True), (4, 6, True)):
         run = make_run(begin, end, copies._nothing)
@@ -241,7 +241,7 @@ def test_blocks_without_room_are_neither_written_nor_listed(engine):
     jax.tree.map(np.testing.assert_array_equal, state.caches, before)  # the null block too
 
 
-def test_other_weights_find_nothing_if_the_copies_before_their_first_slice_fail(engine, monkeypatch):
+def test_new_weights_match_nothing_if_the_copies_before_their_first_slice_fail(engine, monkeypatch):
     prompt = [*serve(engine, prompt_of(10, 20)), 7]
     settle(engine)
     engine.update_weights(random_weights(1))
@@ -375,7 +375,7 @@ def names(runs):
     return [[page[0].name for page in run.pages] for run in runs]
 
 
-def test_blocks_are_brought_from_the_first_lost_one_on():
+def test_blocks_are_restored_from_the_first_lost_one_on():
     device = FakeDevice(num_pages=4)
     keys = device.keep(row(*PROMPT), lost=False)
     assert device.holds(row(*PROMPT)) == [False]  # all are there
@@ -393,7 +393,7 @@ def test_blocks_are_brought_from_the_first_lost_one_on():
     assert moving(device.tier) == []
 
 
-def test_blocks_that_the_device_may_be_losing_are_brought_too():
+def test_blocks_that_the_device_may_be_losing_are_restored_too():
     device = FakeDevice(num_pages=4)
     keys = device.keep(row(*PROMPT), lost=False)
     device.slice(lost=keys[1:])
@@ -405,7 +405,7 @@ def test_blocks_that_the_device_may_be_losing_are_brought_too():
     assert names(device.arriving(row(*PROMPT))) == [["1/2", "3/4", "5/6"]]  # it was not seen that this one is back
 
 
-def test_blocks_that_could_not_be_listed_are_not_there():
+def test_blocks_that_could_not_be_listed_count_as_lost():
     device = FakeDevice(least_tokens=1)
     keys = device.keep(row(*PROMPT))
     first, second = device.arriving(row(*PROMPT))
@@ -415,7 +415,7 @@ def test_blocks_that_could_not_be_listed_are_not_there():
     assert names(device.arriving(row(*PROMPT))) == [["1/2", "3/4"], ["5/6"]]
 
 
-def test_few_blocks_are_on_their_way_at_once_and_may_arrive_late():
+def test_few_blocks_are_in_transit_at_once_and_may_arrive_late():
     device, prompt = FakeDevice(num_pages=2, most_staged=2), (*PROMPT, 8, 9)
     device.slow = {"5/6"}
     device.keep(row(*prompt))
@@ -446,7 +446,7 @@ def one_by_one():
     [(None, ["1/2", "3/4", "5/6", "7/8"]), (2, ["1/2", "3/4", "5/6", "1/2", "7/8"])],
     ids=["all stay", "the first is lost again"],
 )
-def test_a_long_prompt_comes_in_parts_and_each_once(head_lost_in, expected):
+def test_a_long_prompt_is_restored_in_parts_and_each_once(head_lost_in, expected):
     device, waiting, keys = one_by_one()
     for i, name in enumerate(expected):
         moves = Moves(back=device.arriving(waiting))
@@ -458,7 +458,7 @@ def test_a_long_prompt_comes_in_parts_and_each_once(head_lost_in, expected):
         assert names(device.arriving(waiting)) == [["1/2"]]
 
 
-def test_no_request_goes_out_in_the_room_of_one_that_comes_in_parts():
+def test_no_request_is_sent_into_the_room_of_a_partial_restore():
     device, _, _ = one_by_one()
     for room, is_held in ((5, True), (6, False)):  # the prompt needs five blocks, the other request one
         device.room = room
@@ -466,7 +466,7 @@ def test_no_request_goes_out_in_the_room_of_one_that_comes_in_parts():
         assert device.holds(row(*PROMPT, 8, 9), row(9, 9)) == [True, is_held]
 
 
-def test_a_request_in_front_does_not_hold_those_whose_copies_it_waits_for():
+def test_a_request_in_front_does_not_block_the_requests_whose_copies_it_waits_for():
     device = FakeDevice(num_pages=2, most_staged=2, capacity=30)
     waiting = [row(*range(10, 19)), row(*range(20, 29))]  # five blocks each
     device.keep(row(*range(20, 29)))
@@ -483,17 +483,17 @@ def test_a_request_in_front_does_not_hold_those_whose_copies_it_waits_for():
     assert waiting == []
 
 
-def test_a_prompt_ends_where_one_token_is_a_chunk():
+def test_a_prompt_is_not_held_if_one_token_is_worth_restoring():
     assert FakeDevice(least_tokens=0).holds(row(*PROMPT)) == [False]
 
 
-def test_a_part_that_cannot_be_put_in_is_computed():
+def test_a_partial_restore_that_fails_is_recomputed():
     device, waiting, _ = one_by_one()
     device.tier.lose(Moves(back=device.arriving(waiting)))
     assert device.holds(waiting) == [False]
 
 
-def test_a_copy_that_fails_on_its_way_is_reported_once():
+def test_a_failed_copy_is_reported_once():
     device, waiting = FakeDevice(), row(*PROMPT)
     device.slow = {"1/2"}
     device.keep(row(*PROMPT))
@@ -506,7 +506,7 @@ def test_a_copy_that_fails_on_its_way_is_reported_once():
     assert device.holds(waiting) == [False]
 
 
-def test_what_has_arrived_is_forgotten_with_the_rest():
+def test_arrived_blocks_are_forgotten_with_the_rest():
     device = FakeDevice()
     device.keep(row(*PROMPT))
     assert device.holds(row(*PROMPT)) == [False]
@@ -515,7 +515,7 @@ def test_what_has_arrived_is_forgotten_with_the_rest():
     assert device.tier.host_bytes == 0
 
 
-def test_a_request_that_ended_waits_for_nothing():
+def test_a_finished_request_waits_for_nothing():
     device, waiting = FakeDevice(), row(*PROMPT)
     device.slow = {"1/2"}
     device.keep(row(*PROMPT))
@@ -526,7 +526,7 @@ def test_a_request_that_ended_waits_for_nothing():
     assert moving(device.tier) == []
 
 
-def test_a_request_goes_out_with_its_blocks_once_there_is_room_for_it():
+def test_a_request_is_sent_with_its_blocks_once_there_is_room():
     device = FakeDevice(num_pages=4, growth=2)
     device.keep(row(*PROMPT))
     sent, read = row(8, 8, 8), row(8, 8, 8)
@@ -540,7 +540,7 @@ def test_a_request_goes_out_with_its_blocks_once_there_is_room_for_it():
     assert [device.tier._needed(each) for each in (row(*PROMPT), row(*PROMPT, max_tokens=9))] == [4, 5]
 
 
-def test_a_prefix_that_others_hold_needs_room_once():
+def test_a_prefix_held_by_others_needs_room_once():
     device = FakeDevice()
     device.held = {*device.keep(row(*PROMPT), lost=False)}
     device.room = 1
@@ -548,14 +548,14 @@ def test_a_prefix_that_others_hold_needs_room_once():
     assert device.holds(row(*PROMPT), row(*PROMPT)) == [False, True]
 
 
-def test_a_request_that_can_find_nothing_needs_no_room():
+def test_a_request_without_cached_blocks_needs_no_room():
     device = FakeDevice()
     device.room = -5
     device.slice()
     assert device.holds(row(*PROMPT)) == [False]
 
 
-def test_no_request_waits_for_blocks_that_have_left_host_memory():
+def test_no_request_waits_for_blocks_evicted_from_host_memory():
     device, waiting = FakeDevice(num_pages=2, most_staged=2, capacity=4), row(*PROMPT, 8, 9)
     device.slow = {"1/2"}
     device.keep(row(*PROMPT, 8, 9))
@@ -569,7 +569,7 @@ def test_no_request_waits_for_blocks_that_have_left_host_memory():
 
 
 @pytest.mark.parametrize("is_looked_up", [False, True])
-def test_the_tail_leaves_host_memory_before_the_head(is_looked_up):
+def test_the_tail_is_evicted_from_host_memory_before_the_head(is_looked_up):
     device = FakeDevice(capacity=3)
     if is_looked_up:
         device.keep(row(*PROMPT))
@@ -582,7 +582,7 @@ def test_the_tail_leaves_host_memory_before_the_head(is_looked_up):
     assert len(device.tier._places) == 3
 
 
-def test_blocks_of_another_salt_leave():
+def test_blocks_of_another_salt_are_dropped():
     device, late = FakeDevice(), row(7, 8, 9)
     device.keep(row(*PROMPT))
     device.end(late)
@@ -594,7 +594,7 @@ def test_blocks_of_another_salt_leave():
     assert device.tier.host_bytes == 3
 
 
-def test_a_block_comes_back_for_its_own_adapter():
+def test_a_block_is_restored_only_for_its_own_adapter():
     device = FakeDevice(num_adapters=2, num_pages=4)
     device.keep(row(*PROMPT, adapter=1))
     assert [len(device.arriving(row(*PROMPT, adapter=adapter))) for adapter in (None, 0, 1)] == [0, 0, 1]
@@ -614,7 +614,7 @@ def test_a_fuller_page_replaces_the_page_that_it_begins_with():
     assert len(device.tier._pages) == 2
 
 
-def test_blocks_in_the_middle_of_pages_come_back():
+def test_blocks_in_the_middle_of_pages_are_restored():
     device, prompt = FakeDevice(in_page=2), (1, 2, 3, 4, 5, 6, 9)
     keys = device.keep(row(1, 2, 3, 4, 5, 6, 7, 8, 9), lost=False)
     device.held = {keys[0]}
@@ -633,7 +633,7 @@ def test_blocks_that_were_overwritten_before_their_copy_are_not_kept():
     assert not device.tier._is_there(keys[0])
 
 
-def test_filled_blocks_leave_once_and_few_at_a_time():
+def test_full_blocks_are_copied_out_once_and_few_at_a_time():
     device = FakeDevice(in_page=2)
     tier, (running, same) = device.tier, (row(*range(9), max_tokens=9) for _ in range(2))
     device.list(tier._keys_of(running))

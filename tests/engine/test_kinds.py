@@ -30,7 +30,7 @@ FOUR, EIGHT, ALL, CHUNK_FOR_ALL = range(4)  # eight rows may be a chunk too
         (6, 7, (5,), [5, 6], [13]),  # 5 is more than a third of 13
     ],
 )
-def test_each_width_is_a_kind_and_one_of_them_has_rows_for_chunks_too(num_seats, chunk_tokens, widths, single, mixed):
+def test_each_width_is_a_kind_and_one_also_has_rows_for_chunks(num_seats, chunk_tokens, widths, single, mixed):
     kinds = make_kinds(num_seats, chunk_tokens, widths)
     assert [kind.width for kind in kinds] == sorted(single + mixed)
     assert [kind.width for kind in kinds if kind.is_mixed] == mixed
@@ -108,7 +108,7 @@ def test_the_next_kind(needed, num_waited, expected):
         ([2], 560, 0, "sharing chunk"),
     ],
 )
-def test_shared_blocks_are_read_once_where_that_pays(needed, num_saved_reads, num_read, expected):
+def test_shared_blocks_are_read_once_if_that_pays(needed, num_saved_reads, num_read, expected):
     kinds = make_kinds(SEATS, CHUNK, WIDTHS, least_saved_reads=160)
     names = "sharing all", "sharing chunk", "four", "eight", "all", "chunk for all"
     needed = np.pad(np.int32(needed), (0, SEATS - len(needed)))
@@ -124,7 +124,7 @@ def test_a_wait_ends_with_a_chunk(num_pending, counts, expected):
     assert int(count_wait(jnp.int32(3), jnp.int32(num_pending), jnp.diff(starts))) == expected
 
 
-def test_on_a_gpu_xla_gets_options_that_it_knows(monkeypatch):
+def test_on_a_gpu_xla_gets_options_that_it_accepts(monkeypatch):
     monkeypatch.setattr(_device, "is_gpu", lambda: True)
     options = chosen_compiler_options(None)
     assert options["xla_gpu_enable_triton_gemm"] == "False"
@@ -160,11 +160,11 @@ def sizes(num_blocks, *, is_gpu=True, **given):
         (16_385, {"is_gpu": False}, (32, 8192, 32, ())),
     ],
 )
-def test_sizes_that_are_not_given_are_chosen(num_blocks, given, expected):
+def test_missing_sizes_are_chosen(num_blocks, given, expected):
     assert sizes(num_blocks, **given) == expected
 
 
-def test_an_engine_without_any_size_serves_and_says_what_it_chose():
+def test_an_engine_without_any_size_serves_and_reports_its_choice():
     engine = Engine(toy_model.apply, toy_model.random_weights(), toy_model.create_cache(25), head=toy_model.head)
     params = toy_model.greedy(20)
     prompts = [[1, 2, 3], [4] * 25, [5], *[[6, i] for i in range(9)]]

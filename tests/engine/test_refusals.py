@@ -49,7 +49,7 @@ PARAMS = {
 
 
 @pytest.mark.parametrize("message", PARAMS)
-def test_parameters_that_cannot_be_are_refused(message):
+def test_invalid_parameters_are_refused(message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**PARAMS[message])
 
@@ -101,7 +101,7 @@ def test_requests_that_can_never_be_served_are_refused(engine, message, method, 
         ([], ANY, "pass at least one prompt"),
     ],
 )
-def test_what_generate_cannot_serve_is_refused(prompts, params, message):
+def test_generate_refuses_requests_that_do_not_fit(prompts, params, message):
     with pytest.raises(ValueError, match=message):
         generate(None, None, prompts, params, head=None, num_layers=1, num_kv_heads=1, head_dim=8)
 
@@ -135,12 +135,12 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("message", WEIGHTS)
-def test_weights_unlike_those_before_are_refused(engine, message):
+def test_weights_of_another_structure_are_refused(engine, message):
     with pytest.raises(ValueError, match=message):
         engine.update_weights(random_weights() | WEIGHTS[message])
 
 
-def test_weights_that_cannot_be_are_refused(engine):
+def test_invalid_weights_are_refused(engine):
     for message, weights in (
         ("it was a dict and is a OrderedDict", collections.OrderedDict(random_weights())),
         ("a pytree of arrays; got <built-in function abs>", MODULE),
@@ -192,12 +192,12 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("message", OPTIONS)
-def test_options_that_cannot_be_are_refused(message):
+def test_invalid_options_are_refused(message):
     with pytest.raises(ValueError, match=message):
         create_engine(**OPTIONS[message])
 
 
-def test_caches_and_weights_that_cannot_be_are_refused():
+def test_invalid_caches_and_weights_are_refused():
     first, second = create_cache(4), create_cache(4)
     donated = create_cache(4)
     donated.k.delete()
@@ -229,7 +229,7 @@ RETURNED = {  # by `toy_model.apply`: caches and hidden states
 
 
 @pytest.mark.parametrize("message", RETURNED)
-def test_results_of_a_model_that_cannot_be_are_refused(message):
+def test_invalid_results_of_a_model_are_refused(message):
     with pytest.raises(ValueError, match=message):
         create_engine(model=lambda *args: RETURNED[message](*toy_model.apply(*args)))
 

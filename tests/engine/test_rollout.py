@@ -55,7 +55,7 @@ def test_a_rollout_holds_the_outputs_of_generate_as_arrays(left):
     assert not any(array[~mask].any() for array in (tokens, logprobs, versions))
 
 
-def test_a_rollout_that_finds_no_memory_costs_others_nothing(monkeypatch):
+def test_a_rollout_without_memory_does_not_affect_others(monkeypatch):
     engine, params = shared_engine(), greedy(20)
     other = engine.add_request([1, 2], params)
     with monkeypatch.context() as patch:
@@ -87,7 +87,7 @@ def test_each_token_has_the_version_of_its_weights():
     assert engine.rollout([prompt], greedy(4)).weight_versions.tolist() == [[version + 1] * 4]
 
 
-def test_an_engine_that_sleeps_holds_no_cache_and_wakes_up_the_same(monkeypatch):
+def test_an_engine_that_sleeps_holds_no_cache_and_wakes_up_unchanged(monkeypatch):
     engine, prompts, params = shared_engine(prefix_cache=True), [[*range(20)]] * 2, greedy(6)
     before, _ = tokens_of(engine.generate(prompts, params))
     engine.add_request([1], params)

@@ -45,7 +45,7 @@ def logits_with_ties(vocab, scale=2.0):
 
 @pytest.mark.parametrize("vocab", [1, product.CHUNK - 1, product.CHUNK, 3 * product.CHUNK + 1])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_best_is_the_first_of_the_largest(vocab, dtype):
+def test_argmax_returns_the_first_of_equal_logits(vocab, dtype):
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.integers(-2, 3, (64, vocab)), dtype)  # with ties, in one chunk and in several
     logits = logits.at[0].set(-jnp.inf).at[1, vocab - 1].set(jnp.inf)
@@ -88,7 +88,7 @@ def test_tokens_come_as_often_as_they_are_probable(mix):
     assert chi2.sf(np.float32(distance), np.float32(used.sum() - 1)) > 1e-3
 
 
-def test_a_token_is_its_seats_own():
+def test_a_token_does_not_depend_on_other_seats():
     """The same alone, and among others with other parameters, in whatever seat."""
     rng = np.random.default_rng(1)
     logits = (rng.normal(size=(24, 300)) * 2).astype(np.float32)
@@ -132,12 +132,12 @@ KEPT = [
 
 
 @pytest.mark.parametrize(("logits", "options", "expected"), KEPT)
-def test_the_tokens_that_are_kept(logits, options, expected):
+def test_which_tokens_are_kept(logits, options, expected):
     logits = np.pad(logits.astype(np.float32), (0, VOCAB - len(logits)), constant_values=-np.inf)  # one compiled shape
     assert set(tokens_of(logits, **options)) == expected
 
 
-def test_the_draw_after_all_were_cut_has_noise_of_its_own():
+def test_the_draw_after_a_cut_has_its_own_noise():
     """Two tokens are kept, one in each chunk. Most draws are of the second chunk, and cut."""
     probabilities = np.full(VOCAB, 1e-30)
     probabilities[product.CHUNK : 2 * product.CHUNK] = 0.8 / (product.CHUNK - 1)
@@ -160,7 +160,7 @@ def test_a_given_token_of_id_0_is_scored(is_processed):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_logits_that_are_no_numbers_end(value):
+def test_sampling_ends_with_nan_logits(value):
     logits = np.full((3, 300), value, np.float32)
     logits[1] = np.arange(300)
     tokens = drawn(logits, parameters(1.0, [5, 1, 81], 0.5, 0, np.arange(3)))
@@ -170,14 +170,14 @@ def test_logits_that_are_no_numbers_end(value):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow_logits_are_those_widened(dtype):
+def test_narrow_logits_equal_widened_ones(dtype):
     logits = jnp.asarray(logits_with_ties(VOCAB), dtype)
     for mix in MIXES.values():
         assert (tokens_of(logits, *mix, count=64) == tokens_of(logits.astype(jnp.float32), *mix, count=64)).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_kth_largest_is_that_of_a_sort(dtype):
+def test_the_kth_largest_equals_a_sort(dtype):
     size = 3000
     x = np.random.default_rng(0).normal(size=(4, size)).astype(np.float32)
     x[1] = np.round(x[1])
@@ -191,7 +191,7 @@ def test_the_kth_largest_is_that_of_a_sort(dtype):
 
 @pytest.mark.parametrize("is_processed", [False, True], ids=["the model's", "processed"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_processed_logprobs_are_those_with_which_tokens_are_drawn(dtype, is_processed):
+def test_processed_logprobs_match_the_sampled_distribution(dtype, is_processed):
     logits = np.asarray(jnp.asarray(logits_with_ties(VOCAB), dtype).astype(jnp.float32))
     mixes = [(0, 5, 0.5, 0.5), (1, 0, 1 - 2**-24, 0), *MIXES.values()]
     seats = 8 * len(mixes)

@@ -49,7 +49,7 @@ def texts_to_score(count):
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
 @pytest.mark.parametrize("left", [BLOCKS, TIGHT], ids=["plenty", "tight"])
-def test_scores_are_the_models_also_while_requests_generate(left, prefix_cache):
+def test_scores_equal_the_models_while_requests_generate(left, prefix_cache):
     engine, params = shared_engine(prefix_cache=prefix_cache), greedy(40)
     (tokens,) = tokens_of(engine.generate([[7, 8, 9]], params))
     texts = [*texts_to_score(24), ([7, 8, 9], tokens), ([7, 8, 9], [*tokens[:20], 5])]
@@ -67,7 +67,7 @@ def test_scores_are_the_models_also_while_requests_generate(left, prefix_cache):
     assert counts.num_scored == num_scored or (left == TIGHT and counts.num_scored > num_scored)  # preempted
 
 
-def test_a_batch_invariant_engine_scores_to_the_bits_that_it_sampled():
+def test_a_batch_invariant_engine_scores_with_the_bits_of_its_samples():
     prompts, params = requests(20)
     params = [dataclasses.replace(of_one, logprobs=True, n=1) for of_one in params]
     exact = shared_engine(prefix_cache=True, batch_invariant=True)
@@ -89,7 +89,7 @@ def test_a_batch_invariant_engine_scores_to_the_bits_that_it_sampled():
     assert [score.logprobs for score in scores] != logprobs  # a difference would be seen
 
 
-def test_a_prompt_is_found_except_for_what_its_scores_need():
+def test_a_cached_prompt_is_computed_only_where_scores_need_it():
     engine = shared_engine(prefix_cache=True)
     prompt, answers = [*range(21)], [[30, 31], [32], [33, 34, 35]]
 
@@ -107,7 +107,7 @@ def test_a_prompt_is_found_except_for_what_its_scores_need():
     assert counts == (3 * 4 + 1 + 2, 3 * 16)  # 20 tokens are listed, and the last is needed
 
 
-def test_given_tokens_are_listed_and_not_those_that_the_model_would_take():
+def test_given_tokens_are_listed_and_not_the_models_own():
     engine, text = shared_engine(prefix_cache=True), [*range(13, 25)]
     for _ in range(2):  # the last of them fills a block in the second round
         engine.score([text[:-1]], [text[-1:]])
@@ -139,7 +139,7 @@ def test_logits_exist_for_one_group_of_rows_at_a_time():
     assert f"f32[{SEATS + 16},{VOCAB}]" not in program
 
 
-def test_groups_of_rows_have_more_than_the_sequences_if_these_are_few():
+def test_groups_of_rows_exceed_the_sequences_if_these_are_few():
     def apply_by_parts(weights, tokens, positions, cache, step):
         x, q, k, v = project(weights, tokens)
         cache, out = step.attend(q, k, v, cache, rotary_frequencies=FREQUENCIES)
@@ -160,7 +160,7 @@ def test_groups_of_rows_have_more_than_the_sequences_if_these_are_few():
     np.testing.assert_allclose(scores[1].logprobs, expected_score([3, 1], tokens_of(sampled)[1])[0], atol=1e-4)
 
 
-def test_the_head_sees_only_drawn_and_scored_rows_and_the_model_is_traced_once_for_a_number_of_tokens():
+def test_the_head_sees_only_drawn_and_scored_rows_and_the_model_is_traced_once_per_size():
     traced, rows = [], []
 
     def apply_and_count(weights, tokens, positions, cache, step):

@@ -159,13 +159,13 @@ def test_a_step_copies_no_weights(of):
     assert large <= {"parameter", "bitcast"}
 
 
-def test_sampling_computes_only_what_a_request_asks_for():
+def test_sampling_computes_only_what_requests_need():
     """A draw, top_k, top_p, the rare second draw, logprobs: XLA computes both branches where that is cheap."""
     names = [name for name, *_ in instructions(module("sampling"))]
     assert names.count("conditional") == 5
 
 
-def test_the_only_loop_is_that_of_the_steps():
+def test_the_only_loop_is_over_the_steps():
     """Then XLA puts a step and the choice of its kind into a CUDA graph, and a call waits for no step."""
     text = module("with_kernels")
     assert "mosaic" in text

@@ -63,7 +63,7 @@ def test_the_most_likely_tokens_are_the_models(left):
     assert engine().stats().num_accepted > 0
 
 
-def test_those_of_a_prompt_may_come_over_several_slices():
+def test_a_prompts_top_logprobs_may_come_from_several_slices():
     row = CompletionState(0, np.arange(5), SamplingParams(top_logprobs=1, prompt_logprobs=True), 0, span=(1, 5))
     for positions in ([1, 2], [3], [4], [3]):  # the last one after a preemption
         top_logprobs = TopLogprobs(np.int32(positions)[:, None], -np.float32(positions)[:, None])
@@ -84,7 +84,7 @@ def test_scores_have_them_too():
     assert engine().score([[1]], [[2]])[0].top_logprobs is None
 
 
-def test_generate_makes_an_engine_that_reports_as_many_as_are_asked_for():
+def test_generate_makes_an_engine_that_reports_the_requested_number():
     def model(weights, tokens, positions, caches, step):
         cache, hidden = apply(weights, tokens, positions, *caches, step)
         return (cache,), hidden

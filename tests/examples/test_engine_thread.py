@@ -50,7 +50,7 @@ def test_short_requests_of_few_clients_stay_quick(server, num_clients):
         assert min(own[-15:]) < 3 * statistics.median(own[:15]) + 0.02
 
 
-def test_a_client_that_reads_slowly_holds_one_output_and_misses_no_token():
+def test_a_slow_reader_holds_one_output_and_misses_no_token():
     generation = Generation([1, 1], [([1], SamplingParams())] * 2)
     for count in (1, 2, 3):
         completion = Completion([7] * count, None, "length" if count == 3 else None)
@@ -64,7 +64,7 @@ def test_a_client_that_reads_slowly_holds_one_output_and_misses_no_token():
     assert asyncio.run(read()) == [(0, [7, 7, 7]), (1, [8])]
 
 
-def test_a_finished_completion_of_an_open_request_is_not_under_way(service):
+def test_a_finished_completion_of_an_open_request_is_not_running(service):
     engine = EngineThread(service.engine._engine, most_completions=4)
     generation = engine.open(4)
     assert engine.num_open == 4

@@ -34,7 +34,7 @@ def without_generation(monkeypatch):
 
 
 @pytest.mark.parametrize(("tied", "num_layers"), [(False, 2), (True, 1)])
-def test_tokens_are_those_of_a_model_that_is_not_paged(tmp_path, run, tied, num_layers):
+def test_tokens_equal_a_model_that_is_not_paged(tmp_path, run, tied, num_layers):
     tensors = write_checkpoint(tmp_path / "model", seed=5, tied=tied, num_layers=num_layers)
     code, lines, _ = run(model=tmp_path / "model")
     assert code == 0
@@ -44,7 +44,7 @@ def test_tokens_are_those_of_a_model_that_is_not_paged(tmp_path, run, tied, num_
         assert line["tokens"] == greedy(tensors, line["prompt_tokens"], 12)
 
 
-def test_the_result_depends_on_the_prompt_alone(run, expected):
+def test_the_result_depends_only_on_the_prompt(run, expected):
     prompts = ["another one", *PROMPTS[::-1], *PROMPTS]
     code, lines, _ = run("--block-size", 64, "--num-blocks", 100, "--stream", prompts=prompts)
     assert code == 0
@@ -71,7 +71,7 @@ def test_long_prompts_are_prefilled_in_chunks(run, expected, monkeypatch):
         assert line["tokens"] == expected(line, 12)
 
 
-def test_sampling_follows_the_seed_and_not_the_place_in_the_batch(run):
+def test_sampling_depends_on_the_seed_and_not_on_the_row(run):
     hot, prompts = ["--temperature", 5.0], [*PROMPTS, PROMPTS[1]]
     first, again, other = (
         [line["tokens"] for line in run(*hot, "--seed", seed, prompts=order)[1]]
@@ -100,7 +100,7 @@ def test_eos_stops_and_is_the_last_token_unless_ignored(run, tmp_path):
     assert ignored[0]["tokens"] == tokens
 
 
-def test_blocks_come_back_inside_the_loop(run):
+def test_blocks_are_freed_inside_the_loop(run):
     # Row 1 needs 4 blocks in the end and finds one until row 0, at its limit of context, has given its 16 back.
     long = "x" * (CONTEXT - 4)
     code, lines, err = run("--block-size", 8, "--num-blocks", 1 + 16 + 1, tokens=30, prompts=[long, "abc"])
@@ -136,13 +136,13 @@ def test_bfloat16(run):
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16")])
-def test_the_default_dtype_is_one_that_the_kernels_take(monkeypatch, backend, dtype):
+def test_the_default_dtype_suits_the_kernels(monkeypatch, backend, dtype):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     assert generate.parse_arguments([]).dtype == dtype
     assert generate.parse_arguments(["--dtype=float32"]).dtype == "float32"
 
 
-def test_what_a_person_sees(run):
+def test_printed_output(run):
     code, out, _ = run(as_json=False)
     assert code == 0
     for prompt in PROMPTS:
@@ -154,7 +154,7 @@ def test_what_a_person_sees(run):
         assert re.search(r"kernel:  prefill xla, decode xla, compiled in [\d.]+ s for cpu", out)
 
 
-def test_a_stream_is_the_text(run):
+def test_streamed_pieces_join_to_the_text(run):
     _, lines, _ = run()
     _, out, _ = run("--stream", prompts=PROMPTS[:1], as_json=False)
     assert out.startswith(lines[0]["text"].rstrip("\ufffd"))

@@ -38,7 +38,7 @@ def repeat(rows):
     return [row for row in rows for _ in range(3)]
 
 
-def test_greedy_tokens_are_those_of_a_model_that_shares_nothing(tiny, prompts, monkeypatch):
+def test_greedy_tokens_equal_a_model_without_sharing(tiny, prompts, monkeypatch):
     expected = [greedy(tiny.tensors, prompt, 12, None) for prompt in prompts]
     state, num_shared = complete(tiny, prompts, 0.0)
     assert generated(state) == repeat(expected)
@@ -58,7 +58,7 @@ def test_greedy_tokens_are_those_of_a_model_that_shares_nothing(tiny, prompts, m
     assert wrong[1] != expected[0]
 
 
-def test_samples_are_those_of_a_loop_that_never_shares(tiny, prompts, monkeypatch):
+def test_samples_equal_a_loop_without_sharing(tiny, prompts, monkeypatch):
     apart, none_shared = complete(tiny, repeat(prompts), 2.0, num_completions=1)
     checked = read_compiled(monkeypatch, parallel_sampling, "complete")
     state, num_shared = complete(tiny, prompts, 2.0)
@@ -69,7 +69,7 @@ def test_samples_are_those_of_a_loop_that_never_shares(tiny, prompts, monkeypatc
     assert int(state.peak_blocks) == int(apart.peak_blocks) - 2 * num_shared
 
 
-def test_what_a_person_sees(tiny, printed):
+def test_printed_output(tiny, printed):
     rows = np.array([tiny.tokenizer.encode(text) for text in ("cd", "ef", "gh", "ij")])
     blocks = dict(peak_blocks=np.array(5), peak_unshared=np.array(8))
     result = SimpleNamespace(tokens=rows, num_tokens=np.array([2, 2, 1, 2]), **blocks), 1

@@ -95,7 +95,7 @@ def test_a_model_without_marks_has_only_content():
     assert split(plain, "Hi", "<think>a</think>b")[:2] == ("", "<think>a</think>b")
 
 
-def test_a_control_token_that_is_no_mark_is_shown_only_if_wanted(qwen):
+def test_other_control_tokens_are_shown_only_on_request(qwen):
     assert split(qwen, "Hi", "<think>a</s></think>b</s>")[:2] == ("a", "b")
     shown = split(qwen, "Hi", "<think>a</s></think>b</s>", skip_special_tokens=False)
     assert shown[:2] == ("a</s>", "b</s>")

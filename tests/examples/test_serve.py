@@ -12,7 +12,7 @@ from tests.examples.tiny_families import PROMPT as PROMPT_OF_FAMILIES
 from tests.examples.tiny_families import write_family
 
 
-def test_completions_are_those_of_the_model(server, tiny):
+def test_completions_equal_the_model(server, tiny):
     prompts = [PROMPT, "a", "12345678"]
     ids = [tiny.tokenizer.encode(prompt) for prompt in prompts]
     expected = [greedy(tiny.tensors, prompt, 12) for prompt in ids]
@@ -26,7 +26,7 @@ def test_completions_are_those_of_the_model(server, tiny):
 
 
 @pytest.mark.parametrize("call", [complete, chat])
-def test_a_stream_says_the_same_piece_by_piece(server, call):
+def test_streamed_pieces_join_to_the_answer(server, call):
     # Hot: most bytes that come are no text, and many are parts of characters.
     options = dict(max_tokens=30, temperature=1.5, seed=3, n=2, top_p=0.99, extra_body={"top_k": 200})
     call(server, **options)  # so that both answers below find the prompt in the prefix cache
@@ -111,7 +111,7 @@ def test_choices_are_in_the_order_of_the_prompts(server):
 
 
 @pytest.mark.slow
-def test_latents_behind_the_server(tmp_path):
+def test_a_server_with_a_latent_model(tmp_path):
     """A prompt, and again as the prefix cache knows it: the tokens of transformers."""
     write_family(tmp_path, "deepseek_v3")
     tokens = json.loads(Path(__file__).with_name("data").joinpath("families.json").read_text())["deepseek_v3"]["tokens"]

@@ -71,7 +71,7 @@ def test_an_adapter_is_loaded_replaced_and_unloaded(runtime_server, tiny, adapte
     assert unload(server, "other")[0] == 200
 
 
-def test_a_slot_is_free_when_the_last_request_with_it_has_ended(runtime_server, adapters, monkeypatch):
+def test_a_slot_is_freed_when_its_last_request_ends(runtime_server, adapters, monkeypatch):
     server, folder = runtime_server, str(adapters["large"][0])
     engine, may_step = server.engine._engine, threading.Event()
     step = engine.step

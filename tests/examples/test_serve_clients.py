@@ -118,7 +118,7 @@ def test_a_client_is_refused_in_a_clear_sentence(server, name):
     assert (status // 100, message in json.loads(answer)["error"]["message"]) == (4, True), answer
 
 
-def test_a_day_of_the_openai_client(server):
+def test_helpers_errors_and_retries_of_the_openai_client(server):
     """Its helpers, raw answers, errors and retries, and many clients at once."""
     client = server.client
     raw = client.chat.completions.with_raw_response.create(model="model", messages=[USER], max_tokens=4)

@@ -17,7 +17,7 @@ def entries_of(chunks):
     return [entry for chunk in chunks for entry in chunk.choices[0].logprobs.content]
 
 
-def test_logprobs_are_those_of_the_tokens(server, tiny):
+def test_logprobs_match_the_tokens(server, tiny):
     found = complete(server, max_tokens=6, logprobs=0).choices[0].logprobs
     prompt = tiny.tokenizer.encode(PROMPT)
     tokens = greedy(tiny.tensors, prompt, 6)
@@ -53,7 +53,7 @@ def joined(pieces):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_top_logprobs_are_those_of_the_model(server, tiny, count):
+def test_top_logprobs_equal_the_model(server, tiny, count):
     tokens = tiny.tokenizer.encode(PROMPT)
     options = dict(temperature=1.5, seed=4, max_tokens=6, logprobs=count)  # so that others than the likeliest are drawn
     found = complete(server, **options).choices[0].logprobs
@@ -106,7 +106,7 @@ def test_an_echo_and_its_completion_share_a_character(server, tiny, max_tokens):
     assert choice.logprobs.text_offset[: len(prompt)] == [0, 1, 2, 3]
 
 
-def test_a_streamed_echo_says_the_same(server):
+def test_a_streamed_echo_equals_a_whole_one(server):
     options = dict(max_tokens=5, echo=True, n=2, temperature=1.0, seed=5)
     whole = complete(server, logprobs=2, **options).choices
     chunks = list(complete(server, logprobs=2, stream=True, **options))

@@ -45,7 +45,7 @@ def test_metrics_count_and_the_page_reads_them(server):
     assert set(re.findall(r"now\.(\w+)", page)) <= {"time", *after}
 
 
-def test_the_times_of_completions_are_vllm_s_histograms(server):
+def test_completion_times_have_vllms_histograms(server):
     before = values(server)
     options = dict(max_tokens=9, n=2, extra_body={"ignore_eos": True})
     complete(server, **options)

@@ -66,7 +66,7 @@ def test_the_reasoning_is_not_in_the_content(thinker, prompt):
     assert not any("content" in delta for delta in deltas if delta.get("reasoning_content"))
 
 
-def test_an_answer_without_reasoning_has_no_field_for_it(thinker):
+def test_an_answer_without_reasoning_has_no_reasoning_field(thinker):
     assert "reasoning_content" not in parts(thinker, "then")[0]
 
 

@@ -67,7 +67,7 @@ def test_lm_eval_finds_a_remote_tokenizer_if_the_server_shows_it(server, tiny):
     assert isinstance(info["tokenizer_class"], str)
 
 
-def test_the_version_is_the_package_s(server):
+def test_the_version_equals_the_package(server):
     assert json.loads(ask(server, "/version", Authorization="")[2]) == {"version": jaxpaged.__version__}
 
 

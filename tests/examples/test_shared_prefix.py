@@ -30,7 +30,7 @@ def encoded(tiny):
     return [tiny.tokenizer.encode(PREFIX + prompt) for prompt in PROMPTS]
 
 
-def test_tokens_are_those_without_sharing_in_fewer_blocks(tiny, run, prefix_file, encoded):
+def test_tokens_equal_those_without_sharing_and_need_fewer_blocks(tiny, run, prefix_file, encoded):
     code, lines, err = run("--block-size", 8, "--shared-prefix", prefix_file)
     assert code == 0
     assert [line["prompt"] for line in lines] == PROMPTS
@@ -42,7 +42,7 @@ def test_tokens_are_those_without_sharing_in_fewer_blocks(tiny, run, prefix_file
     assert f"{9 + 11 + 11 - 2 * 6} blocks of 8 tokens in use at the peak" in err
 
 
-def test_a_prefix_that_fills_no_block_is_computed_by_each(tiny, run, prefix_file, encoded):
+def test_a_prefix_shorter_than_a_block_is_not_shared(tiny, run, prefix_file, encoded):
     _, lines, err = run("--block-size", 64, "--shared-prefix", prefix_file, tokens=1)
     assert [line["tokens"] for line in lines] == [greedy(tiny.tensors, tokens, 1) for tokens in encoded]
     assert "prefix:  0 tokens in 0 full blocks; the prompts found 0 blocks again, 0 tokens: 209 prefilled" in err
@@ -66,6 +66,6 @@ def test_the_pool_holds_a_shared_prefix_once(run, prefix_file):
         ([[1, 2, 3, 4]], [1, 2, 3, 4], 0),
     ],
 )
-def test_the_prefix_is_what_all_begin_with_in_full_blocks(prompts, prefix, num_saved):
+def test_the_prefix_is_cut_to_full_blocks(prompts, prefix, num_saved):
     assert shared_prefix.common_prefix(prompts, 2) == prefix
     assert shared_prefix.num_saved_blocks(prompts, prefix, 2) == num_saved

@@ -32,7 +32,7 @@ def cut(tokens, eos):
 
 
 @pytest.mark.parametrize("num_branches", [1, 3])
-def test_tokens_are_those_of_plain_decoding(tiny, prompts, plain, monkeypatch, num_branches):
+def test_tokens_equal_plain_decoding(tiny, prompts, plain, monkeypatch, num_branches):
     checked = read_compiled(monkeypatch, speculative, "speculate")
     eos = plain[0][17]  # some token that does come out ends the sequences
     state, tally = speculative.decode_speculatively(
@@ -50,7 +50,7 @@ def test_tokens_are_those_of_plain_decoding(tiny, prompts, plain, monkeypatch, n
     assert checked == [True]
 
 
-def test_each_sequence_accepts_as_many_as_are_right(tiny, prompts, plain, monkeypatch):
+def test_each_sequence_accepts_its_correct_drafts(tiny, prompts, plain, monkeypatch):
     """The drafts of the four rows are wrong never, always, at every third token and at every fifth.
 
     The right branch is the second, then the third, the first, ...; the others begin as it does and go wrong at once.
@@ -107,7 +107,7 @@ def test_branches_begin_with_different_tokens():
     assert counts.tolist() == [[3, 3, 0]]
 
 
-def test_what_a_person_sees(tiny, printed):
+def test_printed_output(tiny, printed):
     state = SimpleNamespace(tokens=np.array([tiny.tokenizer.encode("cdefgh")]), num_tokens=np.array([6]))
     result = state, speculative.Tally(np.array([2]), np.array([8]), np.array([3]))
     options = ["--ngram=3", "--num-draft=5", "--prompt=ab"]

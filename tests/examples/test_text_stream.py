@@ -24,7 +24,7 @@ from lib.text_stream import TextStream
 )
 @pytest.mark.parametrize("has_offsets", [False, True])
 @pytest.mark.parametrize("at_once", [1, 2, 9])
-def test_pieces_of_text_are_the_text_before_the_stop(tokens, stops, expected, offsets, at_once, has_offsets):
+def test_pieces_join_to_the_text_before_the_stop(tokens, stops, expected, offsets, at_once, has_offsets):
     data = [token if isinstance(token, bytes) else token.encode() for token in tokens]
     stream = TextStream(Bytes(data), stops, has_offsets=has_offsets)
     ids, shown = list(range(len(data))), ""
@@ -49,7 +49,7 @@ class Bytes:
 
 
 @pytest.mark.parametrize("has_offsets", [False, True])
-def test_a_long_text_is_decoded_once_and_not_in_each_slice(has_offsets):
+def test_a_long_text_is_decoded_once_in_all(has_offsets):
     rng = np.random.default_rng(0)
     # As SentencePiece's decoders do, without the space that the text begins with; 0 is a control token.
     pieces = ["<s>", *(rng.choice([" ", ""]) + chr(0x20AC + i) for i in range(40))]

@@ -53,7 +53,7 @@ def conversations(seed, spelled=()):
 
 
 @pytest.mark.parametrize("continues", [False, True])
-def test_conversations_have_the_tokens_of_transformers(pair, continues):
+def test_tokens_of_conversations_equal_transformers(pair, continues):
     ours, theirs = pair
     chats = conversations(0)
     for chat in chats:
@@ -80,7 +80,7 @@ def test_spelled_control_tokens_are_plain_text_as_in_transformers(pair):
         assert sum(i in control for i in ids if i != ours.tokenizer.token_to_id("[UNK]")) == 2 + 2 * len(chat)
 
 
-def test_decoding_is_that_of_the_tokenizer(pair):
+def test_decoding_equals_the_tokenizer(pair):
     ours, _ = pair
     rng, vocab_size = np.random.default_rng(0), ours.tokenizer.get_vocab_size()
     num_whole = 0
@@ -96,7 +96,7 @@ def test_decoding_is_that_of_the_tokenizer(pair):
     assert num_whole > 100
 
 
-def test_pieces_joined_are_the_text_of_all_tokens_in_any_cuts(pair):
+def test_pieces_join_to_the_whole_text_for_any_cuts(pair):
     ours, _ = pair
     rng, vocab_size = np.random.default_rng(1), ours.tokenizer.get_vocab_size()
     for _ in range(300):
@@ -115,7 +115,7 @@ def test_pieces_joined_are_the_text_of_all_tokens_in_any_cuts(pair):
         assert echo.offsets + [offset + i for i in stream.offsets] == joined.offsets
 
 
-def test_the_tokens_of_logprobs_joined_are_the_text(pair):
+def test_token_texts_of_logprobs_join_to_the_text(pair):
     ours, _ = pair
     ids = ours.encode(TEXT[:500])
     whole = [ours.token_text(i) for i in ids]
@@ -123,7 +123,7 @@ def test_the_tokens_of_logprobs_joined_are_the_text(pair):
     assert b"".join(map(ours.token_bytes, ids[1:])).decode() == ours.decode(ids[1:], prompt_ids=ids[:1])
 
 
-def test_the_text_of_tokens_that_are_parts_of_characters_names_their_bytes():
+def test_parts_of_characters_are_shown_as_bytes():
     for kind in ("byte_level", "sentencepiece"):
         tokenizer = Tokenizer(KINDS[kind](), (), None, {})
         ids = tokenizer.encode("\u2620", add_special_tokens=False)[-3:]
@@ -187,7 +187,7 @@ def test_a_folder_has_the_tokens_of_auto_tokenizer(folder):
     assert ours.special_tokens["eos_token"] == "</s>"
 
 
-def test_templates_are_found_where_transformers_finds_them(folder):
+def test_templates_are_found_in_the_places_of_transformers(folder):
     def template():
         return read_checkpoint(folder).tokenizer.chat_template
 
@@ -215,7 +215,7 @@ def test_a_broken_tokenizer_is_refused_in_one_sentence(folder, content):
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_a_decoder_that_looks_at_neighbours_is_refused(folder):
+def test_a_context_dependent_decoder_is_refused(folder):
     write_files(folder, sentencepiece(decoder=decoders.BPEDecoder()), tokenizer_class="PreTrainedTokenizerFast")
     with pytest.raises(CheckpointError, match="the decoder BPEDecoder, which is not known here"):
         read_checkpoint(folder)

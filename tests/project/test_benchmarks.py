@@ -83,13 +83,13 @@ def test_a_figure_is_drawn(program, run, tmp_path):
 
 
 @pytest.mark.parametrize("program", OTHERS)
-def test_a_program_says_what_it_does(program, run, capsys):
+def test_a_program_has_a_help_text(program, run, capsys):
     with pytest.raises(SystemExit):
         run(program, "--help")
     assert "--help" in capsys.readouterr().out
 
 
-def test_the_readme_says_which_program_answers_what():
+def test_the_readme_lists_every_program():
     files = (harness.ROOT / "benchmarks").glob("*/*.py")
     programs = {f"{file.parent.name}.{file.stem}" for file in files if "__main__" in file.read_text()}
     assert programs == {*TOYS, *FIGURES, *OTHERS}
@@ -169,7 +169,7 @@ def check_allocator(wrapped):
 
 
 @pytest.mark.parametrize("check", [check_decode, check_prefill, check_copies, check_allocator])
-def test_no_check_takes_what_another_way_left_in_memory(check, monkeypatch):
+def test_no_check_accepts_results_left_in_memory(check, monkeypatch):
     memory = Memory()
     check(lambda call: memory.way(call, 1.0))
     part = functools.partial(memory.way, share=0.1)
@@ -180,7 +180,7 @@ def test_no_check_takes_what_another_way_left_in_memory(check, monkeypatch):
     check(lambda call: memory.way(call, 1.0))
 
 
-def test_wrong_rows_are_compared_by_their_own_largest_number():
+def test_the_error_of_a_row_is_relative_to_its_own_largest_number():
     expected = np.asarray([[100.0, 1.0], [0.1, 0.2]])
     assert checks.worst_error("here", expected + np.asarray([[1.0, 0.0], [0.0, 0.001]]), expected) == pytest.approx(
         0.01
@@ -192,7 +192,7 @@ def test_wrong_rows_are_compared_by_their_own_largest_number():
             checks.worst_error("here", wrong, expected)
 
 
-def test_memory_that_nobody_can_fill_is_an_error():
+def test_memory_that_cannot_be_filled_is_an_error():
     class Device:
         platform = "gpu"
 

@@ -48,7 +48,7 @@ def test_the_readme_runs(capsys):
 
 
 @pytest.mark.slow
-def test_the_text_of_the_readme_is_what_its_model_says(optimised, capsys):
+def test_the_text_in_the_readme_is_the_models_output(optimised, capsys):
     code, *_ = blocks("README.md")
     exec(code, {})
     assert capsys.readouterr().out.splitlines()[0] == re.search(r"# (The capital.*)", code)[1]
@@ -66,7 +66,7 @@ def test_the_examples_of_the_docs_run(page, capsys):
             assert {array.dtype for array in arrays} <= {cache.k.dtype}
 
 
-def test_the_steps_of_the_kernel_are_those_that_are_measured():
+def test_the_kernel_steps_equal_the_measured_ones():
     extracts = blocks("docs/kernel.md", "py")
     files = [ROOT / "benchmarks/kernels/kernel_steps.py", *(ROOT / "pallas_kernels").rglob("*.py")]
     code = "".join(file.read_text() for file in files)
@@ -75,7 +75,7 @@ def test_the_steps_of_the_kernel_are_those_that_are_measured():
 
 
 @pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", *PAGES])
-def test_links_and_names_lead_somewhere(page):
+def test_links_and_names_resolve(page):
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\((?!http)([^)#]+)", text):
         assert (ROOT / page).parent.joinpath(target).exists(), target
@@ -103,7 +103,7 @@ def test_links_and_names_lead_somewhere(page):
         "`python examples/generate.py --nothing`",
     ],
 )
-def test_what_is_not_there_is_found(wrong):
+def test_missing_names_are_detected(wrong):
     assert len(mistakes(wrong)) == 1
 
 
@@ -122,7 +122,7 @@ def test_the_site_has_every_page_and_every_public_name_once():
     assert sorted(name for name in names if "._" not in name) == sorted(PUBLIC)
 
 
-def test_docstrings_name_what_exists():
+def test_names_in_docstrings_exist():
     for name, value in PUBLIC.items():
         docs = [value, *vars(value).values()] if inspect.isclass(value) else [value]
         for doc in filter(None, (inspect.getdoc(each) for each in docs if callable(each))):
@@ -130,7 +130,7 @@ def test_docstrings_name_what_exists():
             assert mistakes(prose) == [], name
 
 
-def test_docstrings_describe_arguments_that_exist():
+def test_arguments_in_docstrings_exist():
     classes = [value for value in PUBLIC.values() if inspect.isclass(value)]
     methods = [method for owner in classes for _, method in inspect.getmembers(owner, inspect.isroutine)]
     for function in [*PUBLIC.values(), *methods]:

@@ -130,7 +130,7 @@ def test_a_second_make_has_nothing_to_do_and_a_newer_lock_is_installed(checkout)
     assert calls() == [*first, "pip", "pip", "pip"]
 
 
-def test_a_make_that_was_interrupted_is_made_up_for(checkout):
+def test_an_interrupted_make_is_repeated(checkout):
     venv, setup, calls = checkout
     assert setup(VENV_ENDS_HERE="yes").returncode != 0
     assert setup().returncode == 0
@@ -138,7 +138,7 @@ def test_a_make_that_was_interrupted_is_made_up_for(checkout):
     assert (venv / ".installed").exists()
 
 
-def test_a_folder_that_is_no_virtual_environment_is_left_alone(checkout):
+def test_a_folder_that_is_no_virtual_environment_is_not_touched(checkout):
     venv, setup, _ = checkout
     venv.mkdir()
     (venv / "thesis.txt").touch()
@@ -163,7 +163,7 @@ def test_a_folder_that_is_no_virtual_environment_is_left_alone(checkout):
         ("../outside.html", "no such file"),
     ],
 )
-def test_a_broken_link_of_the_site_is_found(tmp_path, link, broken):
+def test_a_broken_link_in_the_site_is_detected(tmp_path, link, broken):
     site = tmp_path / "site"
     (site / "folder").mkdir(parents=True)
     (tmp_path / "outside.html").touch()

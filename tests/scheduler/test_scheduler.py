@@ -35,7 +35,7 @@ def arguments():
     return scheduler, allocator, np.zeros((20, 24), np.int32), np.zeros(20, np.int32), np.zeros(40, bool)
 
 
-def test_dtypes_hold_with_64_bits_switched_on():
+def test_dtypes_do_not_change_with_x64():
     state = arguments()
     with jax.enable_x64(True):
         after = jax.eval_shape(operations, *state)
@@ -59,7 +59,7 @@ def with_prefix_cache(allocator, **sizes):
     return create(**sizes, prefix_cache=prefix_cache)
 
 
-def test_the_text_shows_seats_and_requests():
+def test_the_str_shows_seats_and_requests():
     scheduler, allocator = one_running()
     assert int(scheduler.num_pending(allocator)) == 2
     assert str(scheduler).splitlines() == [

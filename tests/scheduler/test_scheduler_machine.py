@@ -278,7 +278,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.twins.compare()
 
 
-def test_the_scheduler_does_what_the_model_does():
+def test_the_scheduler_equals_the_model():
     SchedulerMachine.num_steps = 0
     # Not shrunk: that takes minutes, and the steps of a failure are printed all the same.
     examples = settings(max_examples=14 * LONGER, stateful_step_count=40, phases=(Phase.generate,))
@@ -339,7 +339,7 @@ class AdmitsInOrderOfIds(SchedulerModel):
         return sorted(super().waiting())
 
 
-class LetsTheSmallOvertake(SchedulerModel):
+class LetsSmallRequestsOvertake(SchedulerModel):
     def admit(self):
         for i in self.waiting():
             self.waiting = lambda i=i: [i]
@@ -367,7 +367,7 @@ class GrantsInOrderOfSeats(SchedulerModel):
         return sorted(self.seated())
 
 
-class PreemptsTheFirstThatMayBe(SchedulerModel):
+class PreemptsTheFirstCandidate(SchedulerModel):
     def victim(self, holders):
         return holders[0]
 
@@ -392,7 +392,7 @@ class DraftsBeyondTheLimit(SchedulerModel):
         return len(request.tokens) + turn <= request.limit
 
 
-class DraftsAtTheCostOfOthers(SchedulerModel):
+class DraftsUseBlocksOfOthers(SchedulerModel):
     def takes_too_many(self, num_blocks):
         return False
 
@@ -407,12 +407,12 @@ class GoesOnAfterAStop(SchedulerModel):
         return draft == token
 
 
-class KeepsTheRoomOfRejectedDrafts(SchedulerModel):
+class KeepsSlotsOfRejectedDrafts(SchedulerModel):
     def num_kept(self, request):
         return len(request.tokens)
 
 
-class KeepsTheBlocksOfTheEnded(SchedulerModel):
+class KeepsBlocksOfFinishedRequests(SchedulerModel):
     def leave(self, seats):
         self.seats = [None if seat in seats else i for seat, i in enumerate(self.seats)]
 
@@ -422,12 +422,12 @@ class IgnoresHeadStarts(SchedulerModel):
         return arrival
 
 
-class TakesWhatNeverFits(SchedulerModel):
+class AcceptsRequestsThatNeverFit(SchedulerModel):
     def fits(self, limit):
         return True
 
 
-class KeepsThePlacesOfTheFinished(SchedulerModel):
+class KeepsPlacesOfFinishedRequests(SchedulerModel):
     def finished(self):
         return []
 
@@ -437,12 +437,12 @@ class NeverWaitsForAnother(PrefixSchedulerModel):
         return False
 
 
-class WaitsForThoseBehindIt(PrefixSchedulerModel):
+class WaitsForLaterRequests(PrefixSchedulerModel):
     def comes_before(self, j, i):
         return j != i
 
 
-class WaitsInEverybodysWay(PrefixSchedulerModel):
+class WaitingBlocksLaterRequests(PrefixSchedulerModel):
     def enter(self, i):
         candidates = self.waiting()[: len(self.seats)]
         ranks = [self.requests[j].rank for j in candidates if self.is_held_back(j, candidates)]
@@ -459,13 +459,13 @@ class CountsFreeBlocksAsHeld(PrefixSchedulerModel):
         return len(hits)
 
 
-class ListsNothingOfThoseWhoLeave(PrefixSchedulerModel):
+class ListsNoBlocksOfLeavingRequests(PrefixSchedulerModel):
     def list_blocks(self):
         self.pool.free_rows([i is not None for i in self.left])
         super().list_blocks()
 
 
-class ListsOnlyWhatLeaves(PrefixSchedulerModel):
+class ListsOnlyLeavingRequests(PrefixSchedulerModel):
     def leave_after_commit(self, sampled, leaving):
         is_due = self.is_due or bool(leaving)
         super().leave_after_commit(sampled, leaving)
@@ -482,7 +482,7 @@ class ForgetsEverything(PrefixSchedulerModel):
         super().forget([-1, 0, 1])
 
 
-class FindsWhatOtherAdaptersMade(PrefixSchedulerModel):
+class MatchesBlocksOfOtherAdapters(PrefixSchedulerModel):
     def salt(self, i):
         return self.rounds[self.requests[i].adapter]
 
@@ -506,7 +506,7 @@ MUTANTS += PrefixSchedulerModel.__subclasses__()
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_model_with_one_rule_changed_is_found(mutant):
+def test_a_model_with_one_changed_rule_is_detected(mutant):
     # The twin: whoever tells the two apart when the model is wrong does so when the scheduler is.
     with pytest.raises(AssertionError):
         random_steps(mutant, 300)

@@ -57,7 +57,7 @@ def test_drafts_need_room_in_each_group():
 
 
 @pytest.mark.parametrize("has_cache", [False, True])
-def test_every_request_ends_and_every_block_comes_back(has_cache):
+def test_every_request_ends_and_every_block_is_freed(has_cache):
     rng, (scheduler, allocator) = np.random.default_rng(0), create(has_cache)
     num_accepted = num_ended = num_idle = 0
     for i in range(180):

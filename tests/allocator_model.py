@@ -1,4 +1,4 @@
-"""A model of the allocator and its prefix cache in dicts and lists, one sequence after the other."""
+"""A model of the allocator and its prefix cache in dicts and lists, one sequence at a time."""
 
 import copy
 from collections import Counter
@@ -12,7 +12,7 @@ class Model:
     def __init__(self, num_blocks: int, block_size: int, num_seqs: int, max_blocks: int, windows: tuple = (None,)):
         self.windows, self.num_seqs = windows, num_seqs
         self.num_blocks, self.block_size, self.max_blocks = num_blocks, block_size, max_blocks
-        self.free = list(range(num_blocks - 1, 0, -1))  # the next one last
+        self.free = list(range(num_blocks - 1, 0, -1))  # the next block is last
         self.num_waiting = 0  # free blocks, from the start, that may be cached
         self.holders: Counter[int] = Counter()
         self.num_drops: Counter[int] = Counter()  # how often a block's tokens were dropped
@@ -22,7 +22,7 @@ class Model:
         # A row for each group and sequence, one group after the other; the first `passed` of its blocks are 0.
         self.blocks: list[list[int]] = [[] for _ in range(len(windows) * num_seqs)]
         self.passed = [0] * len(self.blocks)
-        self.tokens: list[list[int]] = [[] for _ in range(num_seqs)]  # what was written, for the prefix cache
+        self.tokens: list[list[int]] = [[] for _ in range(num_seqs)]  # written tokens, for the prefix cache
         self.salts = [0] * num_seqs
 
     @property
@@ -39,7 +39,7 @@ class Model:
         return self.blocks[row][self.passed[row] :]
 
     def seen_from(self, row: int, length: int) -> int:
-        """The first block of the row that a query at position `length` sees."""
+        """The first block that a query at position `length` sees."""
         window = self.windows[row // self.num_seqs]
         return 0 if window is None else max(length - window + 1, 0) // self.block_size
 
@@ -52,7 +52,7 @@ class Model:
             self.blocks[row] = [0] * self.passed[row] + self.held(row)
         self.let_go(gone)
 
-    # The pool.
+    # The pool
 
     def take(self) -> int:
         block = self.free.pop()
@@ -87,17 +87,17 @@ class Model:
         self.holders[block] += 1
 
     def grant(self, needs: list[int | None]) -> list[bool]:
-        """Which rows get the blocks that they need, in order; None: not legal. No row that needs some overtakes."""
+        """Whether each row gets its blocks, in order; None: illegal. A row that needs blocks cannot overtake."""
         left, oks = len(self.free), []
         for need in needs:
             left -= need or 0
             oks.append(need is not None and (need == 0 or left >= 0))
         return oks
 
-    # The operations.
+    # The operations
 
     def append(self, new: list[list[int]], counts: list[int], q_len: int) -> tuple[list[list[int]], list[bool]]:
-        """`new`: the tokens of each sequence, `count` of them if that is legal. Slots of each row."""
+        """Appends `counts[i]` of the tokens `new[i]` to sequence i if that is legal. Returns the slots of each row."""
         needs: list[int | None] = []
         for i, count in enumerate(counts):
             length = self.lengths[i] + count
@@ -165,7 +165,7 @@ class Model:
             return lengths[i] < self.lengths[i] and lengths[i] % self.block_size > 0
 
         def is_copied(row: int) -> bool:
-            """Whether the row ends in a block that others have too."""
+            """Whether the row ends in a block that other rows share."""
             block = self.blocks[row][lengths[row % self.num_seqs] // self.block_size]
             return self.holders[block] > 1 or block in self.cached
 
@@ -199,7 +199,7 @@ class Model:
         self.tokens = [tokens[: lengths[i]] if oks[i] else tokens for i, tokens in enumerate(self.tokens)]
         return [pairs[row] for row in sorted(pairs)], oks
 
-    # The prefix cache.
+    # The prefix cache
 
     def key(self, salt: int, tokens: list[int], column: int) -> tuple:
         return salt, *tokens[: (column + 1) * self.block_size]
@@ -259,7 +259,7 @@ class Model:
         self.swap(swaps)
 
     def swap(self, swaps: list[tuple[int, int, int]]) -> None:
-        """Rows hold cached blocks in place of their own: (row, column, cached block)."""
+        """Replaces blocks of rows by cached ones: (row, column, cached block)."""
         gone: list[list[int]] = [[] for _ in self.blocks]
         for row, column, cached in swaps:
             gone[row].append(self.blocks[row][column])
@@ -270,15 +270,15 @@ class Model:
     def clear(self) -> None:
         self.cached, self.companions, self.num_waiting = {}, {}, 0
 
-    # Going back to a copy of an earlier model.
+    # Restoring an earlier copy
 
     def has_freed_nothing_of(self, old: "Model") -> bool:
-        """Whether nothing that the old one's sequences hold was dropped since."""
+        """Whether no block that the old model's sequences hold has been dropped since."""
         rows = range(len(old.blocks))
         return all(self.num_drops[block] == old.num_drops[block] for row in rows for block in old.held(row))
 
     def gone_back(self, old: "Model") -> "Model":
-        """The old one, its prefix cache cleared. All tokens outside its full blocks count as dropped."""
+        """The old model with an empty prefix cache. Tokens outside its full blocks count as dropped."""
         new = copy.deepcopy(old)
         new.clear()
         num_full = [length // self.block_size for length in old.lengths] * len(old.windows)

@@ -1,4 +1,4 @@
-"""Appending and freeing, as traces with literal free lists; and all that the allocator's calls refuse."""
+"""Appending and freeing, as traces with literal free lists, and the refusals of the allocator."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ def test_a_trace():
     allocator = make(0, 0, 0, num_blocks=8, max_blocks=3)
     assert free_ids(allocator) == [7, 6, 5, 4, 3, 2, 1]
 
-    # Prompts of 5, 0 and 4 tokens: two blocks, none, one. Tokens are at the end of their rows.
+    # Prompts of 5, 0 and 4 tokens: two blocks, none, one. Tokens are at the ends of their rows.
     allocator, slots, ok = allocator.append(counts(5, 0, 4), q_len=5)
     assert ok.tolist() == [True, True, True]
     assert allocator.block_tables.tolist() == [[1, 2, 0], [0, 0, 0], [3, 0, 0]]
@@ -31,7 +31,7 @@ def test_a_trace():
     assert allocator.lengths.tolist() == [6, 1, 5]
     assert free_ids(allocator) == [7, 6]
 
-    # Rows 0 and 2 end. Their blocks go back last first, so that row 0's first block is the next to go.
+    # Rows 0 and 2 end. Their blocks are returned last first, so that row 0's first block is granted next.
     allocator = allocator.free(marks(1, 0, 1))
     assert free_ids(allocator) == [7, 6, 5, 3, 2, 1]
     assert allocator.block_tables.tolist() == [[0, 0, 0], [4, 0, 0], [0, 0, 0]]
@@ -51,16 +51,16 @@ def test_running_out_returns_not_ok_and_leaves_refused_rows_unchanged():
     assert after.block_tables.tolist() == [[1, 0, 0, 0], [2, 4, 0, 0], [0, 0, 0, 0], [3, 0, 0, 0]]
     assert slots.tolist() == [7, 16, 20, 20]
     assert free_ids(after) == []
-    # After a refused row no row that needs a block gets one; rows that need none go on.
+    # After a refused row no row that needs a block gets one; rows that need none continue.
     _, _, ok = allocator.append(counts(1, 8, 1, 0), q_len=8)
     assert ok.tolist() == [True, False, False, True]
 
 
 @pytest.mark.parametrize("count", [-1, 3, 9, 2**31 - 1, -(2**31)])
 def test_invalid_counts(count):
-    # Negative, above q_len, or more than the table can hold: refused, while the neighbour goes on.
+    # Negative, above q_len, or more than the table can hold: refused, while the neighbour continues.
     allocator = make(2, 2, num_blocks=9, block_size=2, max_blocks=2)
-    append = jax.jit(BlockAllocator.append, static_argnames="q_len")  # outside of jit the count is known
+    append = jax.jit(BlockAllocator.append, static_argnames="q_len")  # without jit the count is concrete
     after, _, ok = append(allocator, counts(count, 1), q_len=9 if count == 3 else 2)
     assert ok.tolist() == [False, True]
     assert after.lengths.tolist() == [2, 3]

@@ -30,7 +30,7 @@ def test_an_allocator_as_text():
     assert int(allocator.num_shared) == 1
     many = str(make(*[1] * 20, num_blocks=30))
     assert many.endswith("and 4 more sequences")
-    jax.jit(lambda a: str(a) and a.num_held)(allocator)  # text of a traced one is no error
+    jax.jit(lambda a: str(a) and a.num_held)(allocator)  # the str of a traced allocator works
 
 
 # The numbers of a healthy allocator that break each invariant: (field, index, number).

@@ -1,4 +1,4 @@
-"""Which layers share a block table and which a cache."""
+"""Which layers share a block table, and which share a cache."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Groups of layers: each has a table, all get blocks of one pool, and windows give back the blocks they have passed."""
+"""Groups of layers: each has a table, all share one pool, and windows free the blocks that they have passed."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ def make(*windows, num_seqs=1, num_blocks=24, max_blocks=8):
 
 
 def grown(allocator, *lengths, q_len=1):
-    """By chunks of `q_len` tokens to these lengths."""
+    """Appends chunks of `q_len` tokens up to these lengths."""
     while (missing := counts(*lengths) - allocator.lengths).any():
         allocator, _, ok = allocator.append(jnp.minimum(missing, q_len), q_len=q_len)
         assert ok.all()
@@ -27,7 +27,7 @@ def grown(allocator, *lengths, q_len=1):
 
 
 def held(allocator):
-    """The blocks of each table row of all groups."""
+    """The blocks in each row of the tables of all groups."""
     rows, is_entry = allocator.rows, allocator.is_entry(allocator.lengths)
     return [row[entries].tolist() for row, entries in zip(np.asarray(rows), np.asarray(is_entry), strict=True)]
 
@@ -39,7 +39,7 @@ def test_each_group_gets_its_own_blocks():
     assert slots[1].tolist() == [[12, 13, 14, 15, 16], [96, 96, 96, 24, 25]]
     assert sorted(free_ids(allocator.free(marks(1, 1)))) == sorted(free_ids(make(None)))
     assert allocator.slots(counts(0, 1), counts(4, 2)).tolist() == [[8, 96], [16, 96]]  # row 1 has two tokens
-    assert allocator.append(counts(1, 0))[1].tolist() == [[9, 96], [17, 96]]  # one token each: no axis of tokens
+    assert allocator.append(counts(1, 0))[1].tolist() == [[9, 96], [17, 96]]  # one token each: no token axis
 
 
 def test_a_single_group_has_no_group_axis():
@@ -49,10 +49,10 @@ def test_a_single_group_has_no_group_axis():
 
 
 def test_a_window_frees_the_blocks_that_it_has_passed():
-    allocator = make(None, 6)  # the query at position 9 is the first that sees no token of the first block
+    allocator = make(None, 6)  # the query at position 9 is the first that sees nothing of the first block
     assert held(grown(allocator, 9)) == [[1, 3, 5], [2, 4, 6]]
     assert held(grown(allocator, 10)) == [[1, 3, 5], [4, 6]]
-    assert held(grown(allocator, 13)) == [[1, 3, 5, 2], [4, 6, 7]]  # 2 is handed out again
+    assert held(grown(allocator, 13)) == [[1, 3, 5, 2], [4, 6, 7]]  # 2 is allocated again
     assert held(grown(allocator, 14)) == [[1, 3, 5, 2], [6, 7]]
     assert grown(allocator, 14).broken_invariants() == ()
 
@@ -136,9 +136,9 @@ def test_a_found_prefix_has_the_blocks_that_windows_need():
     prefix_cache, allocator, tokens = cached(None, 6)
     after, num_cached = match(prefix_cache, allocator, tokens)
     assert num_cached == 12
-    assert after.num_passed.tolist() == [[0], [1]]  # the next token sees those from position 7 on
+    assert after.num_passed.tolist() == [[0], [1]]  # the next token sees positions from 7 on
     assert [len(ids) for ids in held(after)] == [3, 2]
-    again, num_cached = match(prefix_cache, allocator, tokens[:, :9])  # what the window had passed is cached too
+    again, num_cached = match(prefix_cache, allocator, tokens[:, :9])  # passed blocks are cached too
     assert (num_cached, again.num_passed.tolist()) == (8, [[0], [0]])
 
 

@@ -1,4 +1,4 @@
-"""`prefix_groups`: blocks that sequences begin with are attended to once, and the results are those without."""
+"""`prefix_groups`: shared first blocks are read once, and results equal those without groups."""
 
 import dataclasses
 import functools
@@ -18,8 +18,8 @@ from tests.cases import OPTIONS, assert_lse, assert_within_budget, find_groups, 
 from tests.kernels.interpret import make_call
 from tests.kernels.prefill import packed
 
-# Groups of three and of two sequences share 32 tokens. Of the others one is empty, one has its new token in these
-# blocks, and one has other blocks.
+# Groups of three and of two sequences share 32 tokens. Other sequences are empty, have their new token in the shared
+# blocks, or have different blocks.
 LENGTHS = (0, 40, 45, 80, 32, 33, 70, 50)
 SHARING = (1, 2, 3, 5, 6)
 
@@ -50,7 +50,7 @@ def test_options(name):
     check(shared_case(options=OPTIONS[name]))
 
 
-# Those that share come first, and no sequence is in the second and fourth group.
+# Sharing sequences come first. The second and the fourth group are empty.
 SORTED = (1, 2, 3, 5, 6, 0, 4, 7)
 OF_ENGINE = PrefixGroups(
     starts=jnp.array([0, 3, 3, 5, 5], jnp.int32),
@@ -100,7 +100,7 @@ def test_8_bit_caches():
 
 
 def test_groups_beyond_the_sequences_are_clamped():
-    """They are clamped, so that nothing outside the tables is read."""
+    """Groups are clamped, so that nothing outside the tables is read."""
     case = shared_case()
     case = case.replace(k_cache=jnp.nan_to_num(case.k_cache), v_cache=jnp.nan_to_num(case.v_cache))
     far = PrefixGroups(jnp.array([0, 4, 99]), jnp.array([3, 99]), jnp.full(8, 2**31 - 1))
@@ -116,7 +116,7 @@ def test_a_plan():
 
 
 def test_packed_groups():
-    """Sequences without new tokens are in no group's way."""
+    """Sequences without new tokens do not split a group."""
     counts, case = (0, 2, 0, 7, 1, 3, 2, 4), shared_case(q_len=7)
     starts = jnp.asarray(np.cumsum([1, *counts]), jnp.int32)  # a row of padding comes first
     nan = np.full_like(case.q[0, :1], np.nan)
@@ -130,7 +130,7 @@ def test_packed_groups():
 
 
 def test_an_empty_sequence_in_a_group():
-    """Its query may be NaN."""
+    """The query of an empty sequence may be NaN."""
     case = shared_case()
     case = case.replace(lengths=case.lengths.at[2].set(0), q=case.q.at[2].set(jnp.nan))
     groups = find_groups(case)
@@ -163,7 +163,7 @@ def test_a_tree():
 
 def test_no_sequence_shares():
     """The call on the shared blocks reads none."""
-    case = make_case(lengths=(20, 15))  # the second has no full block
+    case = make_case(lengths=(20, 15))  # the second sequence has no full block
     groups = find_groups(case)
     assert not groups.num_blocks.any()
     shared, rest, shares = shared_prefix.split(make_call(case), groups)
@@ -174,7 +174,7 @@ def test_no_sequence_shares():
 
 
 def test_shared_blocks_are_computed_once():
-    """Tables and lengths of the call on the shared blocks, and of that on the others."""
+    """Tables and lengths of the calls on the shared blocks and on the rest."""
     case = shared_case()
     shared, rest, shares = shared_prefix.split(make_call(case), find_groups(case))
     assert np.flatnonzero(shares).tolist() == list(SHARING)
@@ -202,7 +202,7 @@ def test_a_wrong_merge_is_noticed(wrong, monkeypatch):
 
 
 def test_tokens_folded_into_heads():
-    """As the decode kernel takes queries that all see the whole sequence: 26 tokens of 3 heads in 2 runs."""
+    """The decode kernel's form for queries that all see the whole sequence: 26 tokens of 3 heads in 2 runs."""
     case = make_case(lengths=(0, 50), q_len=26)
     a = dataclasses.replace(make_call(case), causal=False)
     folded = cut_uniform(a, run=13)

@@ -46,7 +46,7 @@ def test_sinks_in_both_halves_are_noticed():
 
 @pytest.mark.parametrize("of", ["out", "lse", "both"])
 def test_gradients_where_no_token_was_seen(of):
-    """Zero there, for outputs, lses and both; elsewhere the softmax of the two lses."""
+    """Zero for outputs, lses and both; elsewhere the softmax of the two lses."""
     out_a = out_b = jnp.ones((1, 3, 4))
     lses = jnp.array([[-jnp.inf, 0.5, -jnp.inf]]), jnp.array([[-jnp.inf, -jnp.inf, 1.5]])
 

@@ -47,7 +47,7 @@ def check_padding(out, lse):
 
 
 class Packed(OptionsAlone):
-    """Of each sequence as many new tokens as `COUNTS` says, or as it has."""
+    """Each sequence has `COUNTS` new tokens, at most its length."""
 
     case = staticmethod(functools.partial(make_case, lengths=LENGTHS, q_len=max(COUNTS)))
 
@@ -80,7 +80,7 @@ def test_any_counts_in_one_program(counts):
 
 
 def test_blocks_that_a_window_has_passed_are_never_read():
-    """Short runs: entries before the window are garbage, and the null block, which they are clamped to, holds NaN."""
+    """Short runs: entries before the window are garbage, and the null block that they are clamped to holds NaN."""
     counts, window = (1, 3, 20), 20
     case = make_case(lengths=(80, 77, 60), options={"sliding_window": window}, q_len=20)
     tables = np.asarray(case.block_tables).copy()
@@ -137,7 +137,7 @@ def test_gradients_equal_padded_rows():
 
 
 def test_tangents_for_a_precomputed_result():
-    # As after a kernel, which takes packed calls whole.
+    # As after a kernel, which computes the packed call as a whole.
     counts = (3, 0, 17)
     case = make_case(lengths=(20, 9, 33), q_len=17, options=OPTIONS["all"])
     q, starts = packed_call(case, counts)
@@ -184,7 +184,7 @@ def test_scales_of_an_unquantised_cache_are_not_ignored():
 
 
 def test_a_step_of_prompts_chunks_and_decode_rows_through_the_cache():
-    """Slots of the allocator, written packed: the output is that of attention over each sequence by itself."""
+    """Writes packed tokens to the allocator's slots. The output equals attention over each sequence alone."""
     counts = [5, 1, 0, 9]
     cache = KVCache.create(num_blocks=16, block_size=4, num_kv_heads=2, head_dim=16, dtype="float32")
     allocator = BlockAllocator.create(num_blocks=16, block_size=4, num_seqs=4, max_blocks_per_seq=4)

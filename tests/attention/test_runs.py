@@ -1,4 +1,4 @@
-"""Query tokens cut into runs: which, and what each of them attends to."""
+"""Query tokens cut into runs: their shapes, and the tokens that each run sees."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ NONE = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "
 
 
 def shaped_call(rows, *, group, seqs=1):
-    """Of q `[*rows, 64]`, packed if it has three axes."""
+    """A call with q `[*rows, 64]`, packed if q has three axes."""
     q, cache = (np.broadcast_to(np.float32(0), (*shape, 64)) for shape in (rows, (9, 16, rows[-1] // group)))
     starts = np.zeros(seqs + 1, np.int32) if len(rows) == 2 else None
     sizes = np.zeros((seqs, 1), np.int32), np.zeros(seqs, np.int32)

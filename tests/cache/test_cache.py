@@ -1,4 +1,4 @@
-"""Creating caches, writing tokens, and layers of a stack; and all that these calls refuse."""
+"""Creating caches, writing tokens, layers of a stack, and the refusals of these calls."""
 
 import dataclasses
 

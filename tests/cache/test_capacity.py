@@ -1,4 +1,4 @@
-"""How much fits into a memory: the bytes of the very caches, and sequences counted one by one."""
+"""What fits into memory, against the bytes of real caches and against sequences allocated one by one."""
 
 import functools
 import itertools
@@ -17,7 +17,7 @@ LATENT = dict(is_latent=True, value_dim=16)
 
 
 def created_bytes(*, scale_per, **sizes):
-    """The bytes of a cache that KVCache.create makes, without making it."""
+    """The bytes of a cache from KVCache.create, without creating it."""
     scales = dict(k_scale=1.0) if scale_per in ("head", "tensor") else {}
     if scales and not sizes.get("is_latent"):
         scales["v_scale"] = 1.0
@@ -71,7 +71,7 @@ def test_windows_fit_more_sequences():
     assert grouped.num_bytes == 2 * created_bytes(
         dtype=jnp.bfloat16, scale_per=None, num_blocks=grouped.num_blocks, **SIZES
     )  # two caches
-    # Two groups of windows hold three blocks each, where the full one holds 20.
+    # Two groups with windows hold three blocks each, the full group holds 20.
     assert grouped.num_seqs == (grouped.num_blocks - 1) // (20 + 2 * 3) > one_table.num_seqs
     assert grouped.num_tokens == (grouped.num_blocks - 1) // 3 * 5
     with pytest.raises(ValueError, match=r"one entry for each layer; got 2 and num_layers=6"):

@@ -1,4 +1,4 @@
-"""`rotate_and_write_kv`: against turns of complex numbers, and against `write_kv` by itself."""
+"""`rotate_and_write_kv` against rotations of complex numbers, and against `write_kv` alone."""
 
 import functools
 
@@ -52,7 +52,7 @@ def test_rotation(num_pairs, interleaved, traced):
     _, q, k, v, _, positions = arguments
     pairs = [(2 * i, 2 * i + 1) if interleaved else (i, i + num_pairs) for i in range(num_pairs)]
     expected_q, expected_k = (rotated(x, positions, pairs) for x in (q, k))
-    # An angle of 131,071 is a float32, up to 2^-8 off, and so is the turn of a number.
+    # An angle of 131,071 in float32 is up to 2^-8 off, and so is the rotated number.
     np.testing.assert_allclose(new_q, expected_q, atol=2e-2)
     np.testing.assert_allclose(new_q[0], expected_q[0], atol=1e-6)
     assert not np.allclose(new_q[0], q[0])
@@ -103,7 +103,7 @@ LLAMA = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=8192,
 )
-YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32_768)  # of Qwen2.5
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32_768)  # Qwen2.5
 
 
 GPT_OSS = dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096)
@@ -131,13 +131,13 @@ def test_the_attention_factor():
     assert rotary_attention_factor(None) == rotary_attention_factor(LLAMA) == 1.0
     np.testing.assert_allclose(rotary_attention_factor(YARN), 0.1 * np.log(4.0) + 1.0)
     assert rotary_attention_factor(YARN | dict(attention_factor=0.7)) == 0.7
-    np.testing.assert_allclose(rotary_attention_factor(GPT_OSS), 1.3465735902799727)  # these two of transformers
+    np.testing.assert_allclose(rotary_attention_factor(GPT_OSS), 1.3465735902799727)  # both values from transformers
     np.testing.assert_allclose(rotary_attention_factor(LONGROPE), 1.1902380714238083)
     factor = rotary_attention_factor(YARN | dict(factor=40.0, mscale=0.707, mscale_all_dim=1.0))  # DeepSeek's fields
     np.testing.assert_allclose(factor, (0.0707 * np.log(40.0) + 1) / (0.1 * np.log(40.0) + 1))
 
 
-# As transformers 5.23 gives them, in float32: tools/transformers_values.py
+# Values of transformers 5.23 in float32, from tools/transformers_values.py
 TRANSFORMERS = [
     (
         LLAMA,

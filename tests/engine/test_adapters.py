@@ -82,7 +82,7 @@ def create_adapted_engine(**options):
 
 @pytest.fixture
 def engine():
-    """It has no cached prefix."""
+    """An engine without cached prefixes."""
     engine = create_adapted_engine()
     engine.update_weights(with_adapters(random_adapters()))
     return engine
@@ -155,7 +155,7 @@ def test_a_prefix_matches_only_its_own_adapter(engine):
     assert [num_found([adapter]) for adapter in CHOSEN] == [0] * 4
     assert num_found(CHOSEN) == 4 * 2 * BLOCK_SIZE
 
-    # Another adapter 1, while a request of each runs on.
+    # Replaces adapter 1 while a request of each adapter runs.
     other = random_adapters(2)
     new = {
         name: tuple(a.at[1].set(b[1]) for a, b in zip(pair, other[name], strict=True))

@@ -1,4 +1,4 @@
-"""The host's books of an engine, with reports written by hand: no device, no model."""
+"""The engine's host-side bookkeeping, with hand-written reports: no device, no model."""
 
 from types import SimpleNamespace
 
@@ -15,8 +15,8 @@ NOBODY = MAX_REQUESTS
 
 
 def take(books, places=(), tokens=(), finished=()):
-    """The books read a report. `places` of the rows that were sent; `tokens`: (place, token), in the order of the
-    steps; `finished` places."""
+    """Passes a report to the books: `places` of the sent rows, `tokens` as (place, token) in the order of steps, and
+    `finished` places."""
     ends = np.zeros(MAX_REQUESTS, np.int32)
     ends[list(finished)] = RequestStatus.EXHAUSTED
     owners, drawn = np.array(list(tokens) or [(NOBODY, 0)], np.int32).T
@@ -83,7 +83,7 @@ def test_no_more_rows_are_sent_than_the_device_has_places(books):
 def test_adapters_are_forgotten_one_by_one():
     books = Books(max_requests=MAX_REQUESTS, seed=0, num_adapters=2)
     books.forget([1])
-    assert books.send(1).forgets.tolist() == [False, False, True]  # the first: without an adapter
+    assert books.send(1).forgets.tolist() == [False, False, True]  # the first entry is for requests without an adapter
     books.forget([0])
     books.take_back()
     assert books.send(1).forgets.tolist() == [False, True, True]
@@ -100,14 +100,14 @@ def test_requests_and_aborts_of_a_failed_slice_are_restored_in_order(books):
     sent = books.send(2)
     assert sent.forgets.all()
     assert not books.forgets.any()
-    books.end(books.find(first, None))  # once the slice was sent
+    books.end(books.find(first, None))  # after the slice was sent
     assert (sent.aborts, ids(sent.rows)) == ([], others)
     books.end(books.find(others[0], None))
     books.take_back()
     assert books.forgets.all()
     again = books.send(2)
     assert (again.aborts, ids(again.rows)) == ([2], others[1:])
-    # The device has yet to end the first.
+    # The device has not ended the first request yet.
     assert [(output.request_id, output.finished) for output in books.take_outputs()] == [(others[0], True)]
 
 
@@ -198,9 +198,9 @@ def test_logprobs_are_computed_while_a_sent_request_wants_them(books):
 
 def test_held_rows_keep_their_order(books):
     first, second, third = add(books, 3)
-    assert books.send(1, lambda row: True).rows == []  # one is looked at
+    assert books.send(1, lambda row: True).rows == []  # looks at one row
     assert ids(books.queue) == [first, second, third]
-    assert not books.has_more  # it would be held again, and again
+    assert not books.has_more  # it would be held in every slice
     sent = books.send(10, lambda row: row.request_id != second)
     assert ids(sent.rows) == [second]
     assert ids(books.queue) == [first, third]

@@ -1,4 +1,4 @@
-"""The host tier: cached blocks that the pool loses come back from host memory, and tokens stay the same."""
+"""The host tier: cached blocks that the pool loses are restored from host memory, and tokens do not change."""
 
 import contextlib
 import dataclasses
@@ -41,7 +41,7 @@ CHUNK = 8
 
 @functools.cache
 def tight_engine():
-    """Its pool has blocks for two requests at their limit."""
+    """An engine whose pool has blocks for two requests at their limit."""
     options = dict(prefix_cache=True, host_cache_bytes=10**6, batch_invariant=True, chunk_tokens=CHUNK)
     return create_engine(num_blocks=TIGHT + 1, steps_per_slice=2, **options)
 
@@ -50,24 +50,24 @@ def tight_engine():
 def engine():
     engine = tight_engine()
     engine.update_weights(random_weights())
-    settle(engine)  # nothing of older weights is left
+    settle(engine)  # no blocks of older weights are left
     yield engine
     assert_idle(engine)
 
 
 def settle(engine):
-    """Everything that slices have listed is in host memory afterwards."""
+    """Waits until all listed blocks are in host memory."""
     for seed in range(2):
         engine.generate([[seed]], greedy(6))
 
 
 def moving(tier):
-    """The blocks and runs that wait or move in either direction."""
+    """Blocks and runs that wait or move in either direction."""
     return [*tier._wanted, *tier._leaving, *tier._coming, *tier._arrived]
 
 
 def serve(engine, prompt, params=greedy(6), seed=0):  # noqa: B008  # it is frozen
-    """The prompt and the new tokens, which must be the model's."""
+    """Serves a prompt, checks its tokens, and returns the prompt with them."""
     (tokens,) = tokens_of(engine.generate([prompt], params))
     assert tokens == expected_tokens(prompt, params, seed)
     return prompt + tokens
@@ -78,7 +78,7 @@ def prompt_of(seed, length):
 
 
 def push_out(engine, weights=0):
-    """Serves other prompts until the pool has lost all cached blocks."""
+    """Serves other prompts until all cached blocks are evicted from the pool."""
     settle(engine)
     for seed in range(3):
         serve(engine, prompt_of(100 + seed, 40), seed=weights)
@@ -120,7 +120,7 @@ def test_alternating_conversations_find_most_of_what_an_endless_pool_would(engin
                     assert tokens == expected_tokens(talks[j], greedy(6))
                     talks[j] = talks[j] + tokens + prompt_of(turn, 5)
     assert counts.num_found >= part * endless > 0
-    assert 0.5 * counts.num_found < counts.num_brought <= counts.num_found  # nothing came back in vain
+    assert 0.5 * counts.num_found < counts.num_brought <= counts.num_found  # no block was restored in vain
 
 
 def test_completions_of_one_prompt_wait_for_one_copy(engine):
@@ -149,10 +149,10 @@ def test_new_weights_match_no_old_blocks(engine, monkeypatch):
         engine.add_request(prompt, greedy(6))
         with monkeypatch.context() as patch:
             patch.setattr(Run, "is_there", False)
-            engine.step()  # its blocks are on their way
+            engine.step()  # its blocks are in transit
         engine.update_weights(random_weights(1))
         assert tokens_of(finish(engine).values()) == [expected_tokens(prompt, greedy(6), 1)]
-    assert counts.num_found == 0  # the blocks that came were listed for the old weights
+    assert counts.num_found == 0  # the arrived blocks were listed for the old weights
     push_out(engine, 1)
     assert count(engine, [*prompt, 3], seed=1)[:2] == (24, 24)
 
@@ -227,7 +227,7 @@ def test_blocks_after_a_gap_are_not_listed(engine):
         ids, serials = np.asarray(run.where)[:, run.index, begin:end]
         assert (ids > 0).tolist() == (serials > 0).tolist() == [is_listed] * (end - begin)
         assert_whole(engine)
-    engine.update_weights(random_weights())  # they hold nothing
+    engine.update_weights(random_weights())  # the pool holds no cached blocks
 
 
 def test_blocks_without_room_are_neither_written_nor_listed(engine):
@@ -272,7 +272,7 @@ def test_copies_that_fail_lose_no_token(engine, monkeypatch, name):
 
     def failing(*args):
         if failures and args[-1]:
-            raise failures[0] if name == "bring" else failures.pop()  # for ever, or once
+            raise failures[0] if name == "bring" else failures.pop()  # always, or once
         return function(*args)
 
     monkeypatch.setattr(copies, name, failing)
@@ -281,7 +281,7 @@ def test_copies_that_fail_lose_no_token(engine, monkeypatch, name):
         with pytest.raises(MemoryError, match="no room for a copy"):
             finish(engine)
         assert tokens_of(finish(engine).values()) == [expected_tokens(prompt, params)]
-    assert counts.num_found == counts.num_brought == (24 if name == "take" else 0)  # the slice ran without
+    assert counts.num_found == counts.num_brought == (24 if name == "take" else 0)  # the slice ran without them
     failures.clear()
     settle(engine)
     assert moving(engine._runner.tier) == []
@@ -293,7 +293,7 @@ SIZE, POOL, PROMPT = 2, 32, (1, 2, 3, 4, 5, 6, 7)
 
 
 class FakeDevice:
-    """Has blocks by key, in places with serials; requests hold those in `held`. Copies of pages whose names are in
+    """A device whose blocks have keys, places and serials. Requests hold the blocks in `held`. Copies of pages named in
     `slow` never arrive."""
 
     def __init__(self, *, least_tokens=3, growth=0, num_adapters=0, **sizes):
@@ -311,7 +311,7 @@ class FakeDevice:
                 self.places[key] = self.num_listed % (POOL - 1) + 1, self.num_listed
 
     def slice(self, *rows, moves=None, lost=()):
-        """Moves, then loses blocks."""
+        """Runs the moves of a slice, then loses blocks."""
         moves = self.tier.next_moves() if moves is None else moves
         for run in (*moves.out, *moves.back):
             if run in moves.back and all(key in self.places for key in run.keys[: run.begin]):
@@ -336,13 +336,13 @@ class FakeDevice:
         return SimpleNamespace(name=name, is_ready=lambda: name not in self.slow)
 
     def end(self, row):
-        """A request ends, and all its blocks are listed: their keys."""
+        """Ends a request and lists all its blocks. Returns their keys."""
         row.finish_reason = "length"
         self.list(self.tier._keys_of(row))
         return self.tier._keys_of(row)
 
     def keep(self, *rows, lost=True):
-        """These end, and their blocks are in host memory; then they are `lost` on the device. The keys of the first."""
+        """Ends requests, moves their blocks to the host, and drops them on the device if `lost`. Keys of the first."""
         keys, *_ = [self.end(each) for each in rows]
         self.slice(*rows)
         self.slice()
@@ -353,12 +353,12 @@ class FakeDevice:
         return keys
 
     def holds(self, *rows, sent=()):
-        """Which of these requests stay on the host."""
+        """Which of these requests are held on the host."""
         self.tier.before_send(sent)
         return [self.tier.holds(each) for each in rows]
 
     def arriving(self, *rows):
-        """The runs of the next slice when these requests are looked at."""
+        """The runs of the next slice after these requests were looked at."""
         self.holds(*rows)
         return self.tier.next_moves().back
 
@@ -378,11 +378,11 @@ def names(runs):
 def test_blocks_are_restored_from_the_first_lost_one_on():
     device = FakeDevice(num_pages=4)
     keys = device.keep(row(*PROMPT), lost=False)
-    assert device.holds(row(*PROMPT)) == [False]  # all are there
+    assert device.holds(row(*PROMPT)) == [False]  # no block is lost
     device.held = {keys[0]}
     device.slice(lost=keys[1:])
     waiting = row(*PROMPT)
-    assert device.holds(waiting, row(*PROMPT)) == [False, False]  # the second goes out with the first
+    assert device.holds(waiting, row(*PROMPT)) == [False, False]  # the second is sent with the first
     moves = device.tier.next_moves()
     (run,) = moves.back
     assert (run.begin, run.salt, names([run])) == (1, 0, [["3/4", "5/6"]])
@@ -402,14 +402,14 @@ def test_blocks_that_the_device_may_be_losing_are_restored_too():
     keys = device.keep(row(*PROMPT))
     device.list(keys[:1])
     device.slice()
-    assert names(device.arriving(row(*PROMPT))) == [["1/2", "3/4", "5/6"]]  # it was not seen that this one is back
+    assert names(device.arriving(row(*PROMPT))) == [["1/2", "3/4", "5/6"]]  # the tier has not noticed its return
 
 
 def test_blocks_that_could_not_be_listed_count_as_lost():
     device = FakeDevice(least_tokens=1)
     keys = device.keep(row(*PROMPT))
     first, second = device.arriving(row(*PROMPT))
-    device.slice(moves=Moves(back=[first]), lost=keys)  # gone again within the slice
+    device.slice(moves=Moves(back=[first]), lost=keys)  # lost again within the slice
     device.tier.lose(Moves(back=[second]))
     assert (device.tier.num_brought, moving(device.tier)) == (0, [])
     assert names(device.arriving(row(*PROMPT))) == [["1/2", "3/4"], ["5/6"]]
@@ -423,10 +423,10 @@ def test_few_blocks_are_in_transit_at_once_and_may_arrive_late():
     assert device.holds(waiting, other) == [True, True]  # for the same copies
     moves = device.tier.next_moves()
     assert names(moves.back) == [["1/2", "3/4"]]
-    moves.back[0].pages = []  # put in
+    moves.back[0].pages = []  # restored
     assert device.arriving(waiting, other) == []
     (run,) = {run for run in device.tier._coming.values() if not run.is_sent}
-    assert names([run]) == [["5/6", "7/8"]]  # the slow one, once
+    assert names([run]) == [["5/6", "7/8"]]  # only the slow one
     device.slice(moves=moves)
     device.slow.clear()
     assert device.arriving(waiting) == [run]
@@ -436,7 +436,7 @@ def test_few_blocks_are_in_transit_at_once_and_may_arrive_late():
 
 
 def one_by_one():
-    """A device to which one block comes at a time, with a prompt of four blocks in host memory."""
+    """A device that restores one block at a time, with a prompt of four blocks in host memory."""
     device = FakeDevice(num_pages=1, most_staged=1, least_tokens=1)
     return device, row(*PROMPT, 8, 9), device.keep(row(*PROMPT, 8, 9))
 
@@ -473,7 +473,7 @@ def test_a_request_in_front_does_not_block_the_requests_whose_copies_it_waits_fo
     device.keep(row(*range(10, 19)), lost=False)
     device.room = 4
     device.slice()
-    assert device.holds(*waiting) == [True, True]  # the first is in the pool, which has no room for it
+    assert device.holds(*waiting) == [True, True]  # the first is cached in the pool, which has no room for it
     device.room = 9  # for one of them
     device.slice(lost=list(device.places))
     for _ in range(4):
@@ -531,10 +531,10 @@ def test_a_request_is_sent_with_its_blocks_once_there_is_room():
     device.keep(row(*PROMPT))
     sent, read = row(8, 8, 8), row(8, 8, 8)
     read.place = 0  # the reported room does not include what it may need
-    for room, is_held in ((5, True), (6, False)):  # it needs four blocks, the one that was sent two
+    for room, is_held in ((5, True), (6, False)):  # it needs four blocks, the sent request two
         device.room = room
         device.slice()
-        # The small one is after the other.
+        # The small request is after the other.
         assert device.holds(row(*PROMPT), row(9, 9), sent=[sent, read]) == [is_held, is_held]
     assert names(device.tier.next_moves().back) == [["1/2", "3/4", "5/6"]]
     assert [device.tier._needed(each) for each in (row(*PROMPT), row(*PROMPT, max_tokens=9))] == [4, 5]
@@ -561,7 +561,7 @@ def test_no_request_waits_for_blocks_evicted_from_host_memory():
     device.keep(row(*PROMPT, 8, 9))
     assert device.arriving(waiting) == []
     (run,) = set(device.tier._coming.values())
-    device.keep(row(9, 9, 9, 9, 9))  # in the place of the tail
+    device.keep(row(9, 9, 9, 9, 9))  # replaces the tail
     device.slow.clear()
     assert device.arriving(waiting) == [run]
     run.pages = []
@@ -573,7 +573,7 @@ def test_the_tail_is_evicted_from_host_memory_before_the_head(is_looked_up):
     device = FakeDevice(capacity=3)
     if is_looked_up:
         device.keep(row(*PROMPT))
-        device.holds(row(1, 2, 3, 4, 5))  # now two blocks are newer than the third
+        device.holds(row(1, 2, 3, 4, 5))  # two blocks are now newer than the third
     else:
         device.keep(row(1, 2, 3, 4, 5))
         device.keep(row(*PROMPT))
@@ -587,7 +587,7 @@ def test_blocks_of_another_salt_are_dropped():
     device.keep(row(*PROMPT))
     device.end(late)
     device.slice(late)
-    device.salts = [1]  # while its copy is under way
+    device.salts = [1]  # while its copy is in transit
     device.slice()
     assert device.tier.host_bytes == 0
     device.keep(row(*PROMPT))
@@ -610,7 +610,7 @@ def test_a_fuller_page_replaces_the_page_that_it_begins_with():
     device.keep(row(*PROMPT), row(1, 2, 3, 4, 9, 9, 9))
     assert [len(page.keys) for page in device.tier._pages] == [3, 3]
     assert len(device.tier._places) == 4
-    device.keep(row(1, 2, 3, 4, 5))  # these blocks are there
+    device.keep(row(1, 2, 3, 4, 5))  # these blocks are already there
     assert len(device.tier._pages) == 2
 
 

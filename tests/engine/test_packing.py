@@ -1,4 +1,4 @@
-"""Trees that cross between host and device as one array."""
+"""Trees that move between host and device as one array."""
 
 import jax
 import jax.numpy as jnp

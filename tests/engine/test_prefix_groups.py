@@ -20,7 +20,7 @@ NONE = 8  # no seat leads
 
 
 def make_allocator(rows, lengths=None):
-    """`rows`: the blocks of each seat, of 4 tokens; by default all are full."""
+    """`rows`: the blocks of each seat, of 4 tokens each and full by default."""
     tables = np.zeros((len(rows), max(1, *map(len, rows))), np.int32)
     for table, row in zip(tables, rows, strict=True):
         table[: len(row)] = row
@@ -41,7 +41,8 @@ def found(*args):
 
 
 def test_seats_form_the_groups_that_save_most():
-    """All begin with two blocks. Three share five, which saves each more reads. Two share one more: nothing saved."""
+    """All seats begin with two equal blocks. Three share five, which saves more reads. Another block of two seats
+    saves nothing."""
     system = [1, 2]
     rows = [
         [*system, 3, 4, 5, 10, 11],
@@ -59,9 +60,9 @@ def test_seats_form_the_groups_that_save_most():
 @pytest.mark.parametrize(
     ("rows", "leaders"),
     [
-        # Two prompts were computed at once, and a third request found blocks of both.
+        # Two prompts were computed at once, and a third request matches blocks of both.
         ([[1, 2, 3], [4, 5, 6], [1, 5, 3, 7]], [3, 3, 3]),
-        # The leader's block is elsewhere in the table.
+        # The leader's block is at another place in the table.
         ([[1, 2, 3], [4, 1, 2], [5, 6, 2]], [3, 3, 3]),
         ([[], []], [2, 2]),
     ],
@@ -102,7 +103,7 @@ def test_a_step_of_single_tokens_is_sorted_by_group():
 
 
 def test_the_rows_of_a_seat_stay_together():
-    """In the first group one seat has no row, in the second no seat has one, and in the third one: no read is saved."""
+    """One seat of the first group has no row, the second group has no rows, and the third has one: no read is saved."""
     counts, leaders = [1, 0, 3, 2, 0, 0, 0, 2], [0, 1, 8, 0, 1, 0, 6, 6]
     step, seats, groups, num_saved_reads = sort(counts, leaders, [3, 2, 0, 3, 2, 3, 4, 4], padding=2)
     assert seats.tolist() == [0, 3, 5, 1, 4, 6, 7, 2]
@@ -128,7 +129,7 @@ def test_stats_count_the_saved_reads_of_tokens():
     engine = shared_engine(prefix_cache=True)
     with counting(engine) as counts:
         engine.generate([[*range(22)]], SamplingParams(max_tokens=6, seed=7, n=4))
-    # The first is a token ahead: in five steps all read its five blocks, in one the other three.
+    # The first request is a token ahead: in five steps all read its five blocks, in one step the other three do.
     assert counts.num_saved_reads == 5 * (3 * 20) + 2 * 20
     with counting(engine) as counts:
         engine.generate([[*range(22)], [*range(22, 44)]], SamplingParams(max_tokens=6))

@@ -1,4 +1,4 @@
-"""The refusals of an engine: parameters, requests, weights, options and models, each with its reason."""
+"""Refusals of an engine, each with its reason: parameters, requests, weights, options and models."""
 
 import collections
 import dataclasses
@@ -216,7 +216,7 @@ def test_invalid_caches_and_weights_are_refused():
 
 AUX = r"aux \[22, \.\.\.\], one row for each token"
 ROWS = r"apply must return hidden \[22, \.\.\.\], one row for each token"
-RETURNED = {  # by `toy_model.apply`: caches and hidden states
+RETURNED = {  # returned by `toy_model.apply`: caches and hidden states
     rf"{ROWS}; got \[2, 32\] at its root": lambda cache, hidden: (cache, hidden[:2]),
     ROWS: lambda cache, hidden: (hidden, cache),
     rf"{AUX}; got \[3\]": lambda *both: (*both, jnp.zeros(3)),

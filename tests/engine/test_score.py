@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("idle_engines")
 
 
 def expected_score(prompt, tokens):
-    """One by one: the logprobs of the tokens, and whether each is the best."""
+    """One by one, the logprob of each token, and whether it is the best token."""
     text = [*prompt, *tokens]
     rows = [next_logits(random_weights(), text[:length]) for length in range(len(prompt), len(text))]
     logprobs = [log_softmax(row)[token] for row, token in zip(rows, tokens, strict=True)]
@@ -86,7 +86,7 @@ def test_a_batch_invariant_engine_scores_with_the_bits_of_its_samples():
     finish(exact)
     texts, logprobs = sample(shared_engine())
     scores = shared_engine().score(prompts, texts)
-    assert [score.logprobs for score in scores] != logprobs  # a difference would be seen
+    assert [score.logprobs for score in scores] != logprobs  # a difference would be noticed
 
 
 def test_a_cached_prompt_is_computed_only_where_scores_need_it():
@@ -99,7 +99,7 @@ def test_a_cached_prompt_is_computed_only_where_scores_need_it():
         return scores, (counts.num_computed, counts.num_found)
 
     scores, counts = score([prompt] * 3)
-    # Its last token is computed for each: it is the row that scores the first answer token. A block has four tokens.
+    # The prompt's last token is computed each time: its row scores the first answer token. A block has four tokens.
     assert counts == (22 + 1 + 3, 2 * 20)
     for one, answer in zip(scores, answers, strict=True):
         np.testing.assert_allclose(one.logprobs, expected_score(prompt, answer)[0], atol=1e-4)
@@ -109,12 +109,12 @@ def test_a_cached_prompt_is_computed_only_where_scores_need_it():
 
 def test_given_tokens_are_listed_and_not_the_models_own():
     engine, text = shared_engine(prefix_cache=True), [*range(13, 25)]
-    for _ in range(2):  # the last of them fills a block in the second round
+    for _ in range(2):  # the last answer fills a block in the second round
         engine.score([text[:-1]], [text[-1:]])
         text += [3, 5, 7, 11]
     with counting(engine) as counts:
         (tokens,) = tokens_of(engine.generate([[*text, 1]], greedy(1)))
-    assert counts.num_found == 12  # what follows was never computed
+    assert counts.num_found == 12  # later tokens were never computed
     assert expected_score([*text, 1], tokens)[1] == [True]
 
 

@@ -29,7 +29,7 @@ engine = functools.partial(create_once, widths=(2,), num_speculative_tokens=2, m
 
 
 def check(found, text, first, num):
-    """`found` belongs to the tokens of a text from the `first` on."""
+    """Checks `found` for the tokens of a text from `first` on."""
     assert len(found) == len(text) - first
     for length, likely in enumerate(found, first):
         logprobs = log_softmax(next_logits(random_weights(), text[:length]))
@@ -40,7 +40,7 @@ def check(found, text, first, num):
 
 @pytest.mark.parametrize("left", [BLOCKS, TIGHT], ids=["plenty", "tight"])
 def test_the_most_likely_tokens_are_the_models(left):
-    # Repetitive prompts have drafts; the temperature does not change what is likely.
+    # Repetitive prompts have drafts. Temperature does not change the most likely tokens.
     prompts = [[1, 2, 3] * 5, [5], [7, 8] * 9, [*range(20)], [4] * 11]
     params = [
         SamplingParams(

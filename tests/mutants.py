@@ -1,10 +1,10 @@
-"""Mistakes that the tests must find: each is made in a copy of the tree, and the tests named for it must fail there.
+"""Mistakes that the tests must find: each is made in a copy of the tree, where its tests must fail.
 
     python -m tests.mutants            all of them
-    python -m tests.mutants rollback   those with the word in their name, or that guard this property
+    python -m tests.mutants rollback   mutants with this word in their name or property
 
-Run it after a change to the code or the tests of a file named here. It prints a line for each and exits with 1 where a
-mutant survives, where its text is not found exactly once, or where the tests fail without it.
+Run it after a change to the code or the tests of a file named here. It prints a line for each mutant. It exits with 1
+if a mutant survives, if its text does not occur exactly once, or if its tests fail without it.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class Mutant:
     file: str
     old: str
     new: str
-    tests: str  # a file, and words for pytest -k behind "::"
+    tests: str  # a file, "::", and an expression for pytest -k
     guards: str  # the safety property: ids, salts, masks, counts, endings or copies
 
 
@@ -667,7 +667,7 @@ def passes(tree: Path, tests: str) -> bool:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", file, "-k", words]
     environment = os.environ | {"PYTHONPATH": f"{tree}{os.pathsep}{tree / 'examples'}"}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode not in (0, 1):  # 2 to 5: it could not run, or there are no such tests
+    if done.returncode not in (0, 1):  # 2 to 5: pytest could not run, or no test was selected
         raise RuntimeError(f"{' '.join(command)} exited with {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.returncode == 0
 
@@ -676,7 +676,7 @@ def verdict(tree: Path, mutant: Mutant) -> str:
     path = tree / mutant.file
     text = path.read_text()
     if text.count(mutant.old) != 1:
-        return f"its text stands {text.count(mutant.old)} times in {mutant.file}"
+        return f"its text occurs {text.count(mutant.old)} times in {mutant.file}"
     path.write_text(text.replace(mutant.old, mutant.new))
     try:
         return "SURVIVES" if passes(tree, mutant.tests) else "killed"

@@ -1,4 +1,4 @@
-"""`debug_checks`: each mistake that it names is reported, inside every transformation, and right calls are not."""
+"""`debug_checks` reports each mistake, inside every transformation, and does not report right calls."""
 
 import functools
 
@@ -167,7 +167,7 @@ def test_right_calls_are_not_reported():
         paged_attention(KV, cache.k, cache.v, before_the_window, allocator.lengths, sliding_window=1)
         paged_attention(*case.arrays, **case.options)
         write_kv(cache, KV, KV, jnp.array([-1, -7]))
-        # The window passes the first block, which a padding row before the new token would see.
+        # The window passes the first block, which a padding row before the new token would read.
         allocator, slots, _ = create_allocator(5, windows=(2,))
         cache = write_kv(create_cache(), prompt[:1], prompt[:1], slots)
         behind = AttentionStep.create(*allocator.append(jnp.array([1]), q_len=5)[:2])
@@ -175,7 +175,7 @@ def test_right_calls_are_not_reported():
 
 
 def test_context_parallel_attention_is_not_checked():
-    """A device's blocks hold half of each: the lengths are beyond its tables."""
+    """Each device holds half of each sequence, so the lengths exceed its tables."""
     allocator, slots, _ = create_allocator(9, 12)
 
     def device(cache):

@@ -1,4 +1,4 @@
-"""Names that are no dtypes, wherever a dtype is an argument."""
+"""Names that are not dtypes, for every dtype argument."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Latent attention as a module, against keys and values made of each head."""
+"""Latent attention as a module, against attention with expanded keys and values."""
 
 import dataclasses
 import functools
@@ -48,7 +48,7 @@ def new_allocator(**options):
 
 
 def append(allocator, *num_tokens):
-    """The step of these new tokens of each sequence."""
+    """The step for these numbers of new tokens."""
     allocator, slots, _ = allocator.append(jnp.asarray(num_tokens), q_len=max(num_tokens))
     return AttentionStep.create(allocator, slots)
 
@@ -59,12 +59,12 @@ def jitted(graph, weights, *args, **options):
 
 
 def call(module, *args, **options):
-    """The module's call in one program: one operation after the other would compile dozens."""
+    """The module's call in one program; eager operations would compile dozens."""
     return jitted(*nnx.split(module), *args, **options)
 
 
 def expanded(module, x):
-    """By ordinary attention on keys and values of each head: the equations of the paper."""
+    """Ordinary attention on keys and values of each head, by the equations of the paper."""
     s, (q, k, v) = module.settings, projected(*nnx.split(module), x)
     options = dict(scale=12**-0.5 if s.scale is None else s.scale)
     if s.sliding_window is not None:
@@ -145,7 +145,7 @@ def test_a_window_holds_for_any_number_of_new_tokens():
 
 @pytest.mark.parametrize("expanded_from", [7, 8])
 def test_which_prompts_have_keys_of_each_head(expanded_from):
-    """They see more than eight bits of each other."""
+    """New tokens see each other with more than eight bits."""
     module, x = make(expanded_from=expanded_from), inputs()
     _, out = call(module, x, new_cache("int8"), append(new_allocator(), 7))
     error = np.abs(out - expanded(module, x)).max()
@@ -155,10 +155,10 @@ def test_which_prompts_have_keys_of_each_head(expanded_from):
 
 @pytest.mark.parametrize("changes", [dict(), dict(expanded_from=2)])
 def test_a_cache_with_rotary_numbers_in_two_parts(changes):
-    """The width of the cache decides. Absorbed queries fit it, with a history too."""
+    """The width of the cache selects the form. Absorbed queries fit it, also with a history."""
     module, x = make(**changes), inputs()
     weights = module.kv_a_proj_with_mqa.kernel
-    weights[...] = weights[...] * jnp.asarray([1.0] * 16 + [4.0] * 4)[None]  # the rotary part has the most to say
+    weights[...] = weights[...] * jnp.asarray([1.0] * 16 + [4.0] * 4)[None]  # gives the rotary part most weight
     expected = expanded(module, x)[:, 5:]
 
     def error(width):

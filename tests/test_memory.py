@@ -1,4 +1,4 @@
-"""A GPU without room: caches and engines are refused before XLA waits for memory, with the next move."""
+"""A GPU without room: caches and engines are refused before XLA waits for memory, with advice."""
 
 import time
 
@@ -61,7 +61,7 @@ def test_an_engine_without_room_is_refused_before_it_compiles(in_use, monkeypatc
 
 
 class Lowered:
-    """A program with this much scratch memory; None: XLA finds no memory to compile it."""
+    """A program with this scratch memory; None: XLA has no memory to compile it."""
 
     def __init__(self, scratch=None):
         self.scratch = self.temp_size_in_bytes = scratch

@@ -21,7 +21,7 @@ from tests.cases import make_case
 
 CASE = make_case(lengths=(1, 20, 0), max_blocks=4)
 FUNCTIONS = [paged_attention, paged_attention_reference]
-WRAPS = 2**32  # added to a number, it is gone after a cast to int32
+WRAPS = 2**32  # a cast to int32 drops it from a sum
 CACHE = KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8, dtype="float32")
 FULL = KVCache(jnp.ones_like(CACHE.k), jnp.ones_like(CACHE.v))
 STACK = KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8, num_layers=2, dtype="float32")

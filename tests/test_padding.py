@@ -1,4 +1,4 @@
-"""Padding in front of a sequence's new tokens, where it has older ones: all calls give what they give without.
+"""Padding before a sequence's new tokens, after older ones, does not change the result of any call.
 
 Padding rows, free blocks and unwritten slots hold NaN.
 """
@@ -26,11 +26,11 @@ from jaxpaged.ops import write_kv
 
 BLOCKS = dict(num_blocks=24, block_size=4)
 HEADS, KV_HEADS, HEAD_DIM, FEATURES = 4, 2, 8, 64
-ROOT, Q_LEN = 4, 5  # tokens that the first two sequences begin with; rows of a sequence in a padded call
+ROOT, Q_LEN = 4, 5  # common first tokens of two sequences; rows per sequence in a padded call
 HISTORY = (2, 3, 5, 0)  # tokens after the root
 IS_WRITTEN = (True, True, False, True)  # whether a sequence gets new tokens
 FREQUENCIES = jaxpaged.rotary_frequencies(HEAD_DIM)
-PARENTS = (-1, 0, 0)  # in a tree of new tokens
+PARENTS = (-1, 0, 0)  # parents in a tree of new tokens
 
 # (x, cache, allocator, slots, *, count, query_starts) -> (cache, out). The last `count` rows of a sequence are tokens.
 Call = Callable[..., tuple[KVCache, jax.Array]]
@@ -41,7 +41,7 @@ class Case:
     call: Call
     cache: dict[str, Any] = dataclasses.field(default_factory=dict)
     count: int = 3
-    window: int | None = None  # the group of layers has one
+    window: int | None = None  # window of the group of layers
     can_be_packed: bool = True
 
 
@@ -184,7 +184,7 @@ CASES = {
 
 @functools.cache
 def append_all(window: int | None, count: int) -> tuple[BlockAllocator, jax.Array, BlockAllocator, jax.Array]:
-    """The allocator and the slots of all tokens after the history, then those after the new tokens."""
+    """The allocator and the slots of all tokens, first after the history, then after the new tokens."""
     windows = (None,) if window is None else (None, window)
     allocator = BlockAllocator.create(**BLOCKS, num_seqs=4, max_blocks_per_seq=4, windows=windows)
     allocator, _, _ = allocator.append(jnp.asarray([ROOT, 0, 0, 0]), q_len=ROOT)
@@ -198,7 +198,7 @@ def append_all(window: int | None, count: int) -> tuple[BlockAllocator, jax.Arra
 
 
 def poisoned(cache: KVCache, group: BlockAllocator) -> KVCache:
-    """NaN in all blocks but the null block that are not a sequence's, in this group of layers."""
+    """NaN in all blocks of this group of layers that no sequence holds, except for the null block."""
     ids = jnp.where(group.is_entry(group.lengths), group.block_tables, 0)
     held = jnp.zeros(group.num_blocks, bool).at[ids].set(True)
 

@@ -1,4 +1,4 @@
-"""`python -m jaxpaged.selftest`, as far as that goes without a GPU: through XLA."""
+"""`python -m jaxpaged.selftest` without a GPU, through XLA."""
 
 import jax
 import jax.numpy as jnp

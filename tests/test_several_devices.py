@@ -1,4 +1,4 @@
-"""Arrays on several devices, here four of a CPU: each works on its own part, and nothing is gathered."""
+"""Arrays on several devices, here four CPU devices: each one works on its own part, and nothing is gathered."""
 
 import contextlib
 import dataclasses
@@ -64,7 +64,7 @@ def assert_close(ours, theirs, atol=1e-6):
 
 
 def run_alone(function, *arrays, but=()):
-    """The result of a program whose devices exchange nothing but this."""
+    """Runs a program, and asserts that `but` are its only collectives."""
     compiled = jax.jit(function).lower(*arrays).compile()
     assert collectives(compiled.as_text()) == list(but)
     return compiled(*arrays)
@@ -80,7 +80,7 @@ def lowered(function, *arrays) -> str:
 
 
 def on_parts(function, mesh, specs, out_specs, **options):
-    """The function of each device's part of its arguments."""
+    """Applies the function to each device's part of its arguments."""
     return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out_specs, **options)
 
 
@@ -157,7 +157,7 @@ def test_prefix_groups_are_the_same_on_every_device():
 
 
 def opaque(a, *, num_partitions):
-    """Like a kernel it is nothing that XLA can partition."""
+    """Like a kernel, a function that XLA cannot partition."""
     triangle = jnp.linalg.qr(a.k_cache.reshape(-1, a.k_cache.shape[2] * a.k_cache.shape[3]), mode="r")
     return a.q * triangle.sum(), a.q[..., 0]
 
@@ -264,8 +264,8 @@ def test_the_kernel_copies_blocks_if_each_device_has_its_part(on_an_h100):
     ids=str,
 )
 def test_context_parallel_attention(num_devices, changes):
-    """Each device's tokens alone: the pools are poisoned, and so are the rows before a sequence begins. Prompts begin
-    and end anywhere in a block."""
+    """Each device attends only to its own tokens: pools, and rows before the start of a sequence, are poisoned. Prompts
+    begin and end anywhere in a block."""
     lengths, heads = (0, 1, 63, 64, 200, 130), dict(heads=8, kv_heads=4, options={"sinks": SINKS})
     case = make_case(lengths=lengths, max_blocks=4, block_size=64, **heads, **changes)
     if q_len := changes.get("q_len"):
@@ -363,7 +363,7 @@ def noisy(weights):
 
 
 def nnx_module(mesh):
-    """`call(weights, ...)`, the weights, and what the metadata say of them; without a mesh, on one device."""
+    """`call(weights, ...)`, the weights, and their sharding metadata; on one device without a mesh."""
     axis = None if mesh is None else "devices"
 
     def make():

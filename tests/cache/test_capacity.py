@@ -1,4 +1,4 @@
-"""What fits into memory, against the bytes of real caches and against sequences allocated one by one."""
+"""The capacity of a memory, against the bytes of real caches and against sequences allocated one by one."""
 
 import functools
 import itertools

@@ -145,7 +145,7 @@ def test_a_batch_invariant_engine_gives_equal_bits_with_drafts():
                 together = engine.generate(prompts[::-1], params[::-1])[::-1]
             assert [output.outputs for output in together] == [output.outputs for output in alone]
     assert counts.num_preempted > 0
-    # Twice as many completions as seats: the last ones find their text in the others.
+    # Twice the number of seats: the last ones find their text in the others.
     with counting(engine) as counts:
         first, *others = tokens_of(engine.generate([[9, 8, 7]], dataclasses.replace(greedy(30), n=2 * SEATS)))
     assert others == [first] * len(others)

@@ -72,7 +72,7 @@ def assert_ready(engine, expected):
 
 
 def serve(engine, requests):
-    """The tokens of these requests, all of which finish."""
+    """The tokens of these requests. All of them finish."""
     outputs = finish(engine)
     assert {outputs[request].outputs[0].finish_reason for request in requests} == {"length"}
     return tokens_of(outputs[request] for request in requests)

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's form: their scale, and those that are not plain LoRA."""
+"""Adapters in PEFT's format: their scale, and the refusal of variants of LoRA."""
 
 import json
 
@@ -94,9 +94,7 @@ SAVED = """{"task_type": "CAUSAL_LM", "peft_type": "LORA", "auto_mapping": null,
         dict(),
         dict(modules_to_save=[], task_type=None, target_parameters=[]),
         dict(init_lora_weights="gaussian"),
-        dict(
-            init_lora_weights="eva", eva_config={"rho": 2.0}
-        ),  # PEFT keeps the model's weights, and saves the patterns
+        dict(init_lora_weights="eva", eva_config={"rho": 2.0}),  # PEFT keeps the model's weights and saves the patterns
         dict(init_lora_weights=False),
     ],
 )

@@ -1,4 +1,4 @@
-"""examples/beam_search.py against a plain beam search with no cache and no sharing; of width 1 it is greedy."""
+"""examples/beam_search.py against a plain beam search without cache or sharing. Width 1 is greedy."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ def prompts(tiny):
 
 
 def plain_beam_search(tensors, prompt, width, length_penalty, eos_ids):
-    """[(score, tokens)], the best first."""
+    """[(score, tokens)], best first."""
     running, complete = [(0.0, [])], []
     for step in range(STEPS):
         continued = []

@@ -1,4 +1,4 @@
-"""examples/lib/chat_template.py: what templates see and write, and what a template or a process that fails does."""
+"""examples/lib/chat_template.py: input and output of templates, and failures of templates and their processes."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ SEEN = {
     "{{ 'absent' in messages[0] }}": "False",  # null in the request
 }
 HANGS = "{{ case**(case**case) }}"  # constants would hang the compiler
-# One process renders all of them: `case` chooses.
+# One process renders all of them; `case` selects one.
 CASES = [*WRONG, *SEEN, HANGS, "{{ messages[0].content }}"]
 HELLO = [[{"role": "user", "content": "hello"}]]
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are not what they say: each is refused with one sentence."""
+"""Broken checkpoints: each is refused with one sentence."""
 
 import json
 import os
@@ -154,7 +154,7 @@ def test_a_different_head_is_used_although_the_config_ties_it(folder):
 
 
 def test_transformers_is_imported_only_for_folders_and_prints_nothing(folder):
-    """Its import is slower than all others."""
+    """Importing transformers is slower than all other imports."""
     script = """
 import sys
 from pathlib import Path

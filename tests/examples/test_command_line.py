@@ -1,4 +1,4 @@
-"""The examples as an operator sees them: closed pipes, full disks, Ctrl-C, wrong tokens."""
+"""The examples on a command line: closed pipes, full disks, Ctrl-C, wrong tokens."""
 
 import argparse
 import dataclasses
@@ -28,7 +28,7 @@ class Ended(BaseException):
 
 @pytest.fixture
 def end(monkeypatch):
-    """Runs a script's main with stdout and stderr of one's own; returns the exit code."""
+    """Runs a script's main with the given stdout and stderr. Returns the exit code."""
 
     def leave(code: int):
         raise Ended(code)

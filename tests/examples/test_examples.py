@@ -1,4 +1,4 @@
-"""examples/decode_loop.py, and what each program says without the packages of its extra."""
+"""examples/decode_loop.py, and the message of each program without the packages of its extra."""
 
 import json
 import os

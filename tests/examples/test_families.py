@@ -1,4 +1,4 @@
-"""The families of examples/lib/families.py on tiny random checkpoints, against what transformers gives for them."""
+"""The families of examples/lib/families.py on tiny random checkpoints, against results of transformers."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ from tests.examples.tiny_families import FAMILIES, GEMMA, HEADS, PLAIN, PROMPT, 
 
 EXPECTED = json.loads(Path(__file__).with_name("data").joinpath("families.json").read_text())
 NUM_BLOCKS, BLOCK_SIZE, CHUNK = 6, 4, 10
-# Wrong for nearly any field of a config, and the values that a Llama accepts.
+# Wrong values for nearly any field of a config, and the ones that a Llama accepts.
 WRONG = ["x", [], [1], {"a": {"b": 1}}, None, True, 0, -1, 0.5, float("nan"), 2**31, 10**40]
 HARMLESS = {
     "num_key_value_heads": [None],  # the number of heads: refused when the weights are read
@@ -42,7 +42,7 @@ HARMLESS = {
 
 
 def paged_values(checkpoint, num_tokens):
-    """The most likely tokens, and the logits of each. One program: the prompt in a step, then a token a step."""
+    """The most likely tokens, and the logits of each. One program: the prompt in one step, then one token per step."""
     model = load_model(checkpoint, "float32")
     graph, weights = nnx.split(model)
     sizes = dict(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
@@ -56,7 +56,7 @@ def paged_values(checkpoint, num_tokens):
         def step(carry, _):
             caches, allocator, tokens, count = carry
             allocator, slots, _ = allocator.append(count[None], q_len=CHUNK)
-            slots = jnp.roll(slots[0], count)  # the newest slots are at the end of the row
+            slots = jnp.roll(slots[0], count)  # the newest slots are at the row's end
             starts = jnp.stack([0 * count, count])
             caches, x = model(tokens, caches, jaxpaged.AttentionStep.create(allocator, slots, query_starts=starts))
             logits = model.logits(x[count - 1])
@@ -105,7 +105,7 @@ def test_in_an_engine(family, tmp_path):
     checkpoint = read_checkpoint(tmp_path)
     model = load_model(checkpoint, "float32")
     for layer in model.layers:
-        # For a batch-invariant engine, which compiles one kind of step and not three.
+        # A batch-invariant engine compiles one kind of step instead of three.
         layer.self_attn.settings = dataclasses.replace(layer.self_attn.settings, num_partitions=1)
     options = jaxpaged.EngineOptions(max_num_seqs=1, max_model_len=20, chunk_tokens=8, batch_invariant=True)
     engine = create_engine(model, checkpoint.config, options, block_size=BLOCK_SIZE, dtype="float32")
@@ -261,7 +261,7 @@ def test_the_rotary_fields_of_two_generations():
             "gemma3_text",
             dict(rope_parameters=dict(rope_type="linear")),
             "its rope_type is linear, which",
-        ),  # no kind
+        ),  # no type
         (
             "gemma3",
             dict(text_config=dict(altup_num_inputs=4)),

@@ -1,4 +1,4 @@
-"""examples/generate.py on a tiny random checkpoint: right tokens, whatever the blocks and the batch; clear refusals."""
+"""examples/generate.py on a tiny random checkpoint: right tokens for any blocks and batch, and clear refusals."""
 
 import functools
 import re
@@ -18,7 +18,7 @@ PROMPTS = ["Hello there, paged world", "a", "The quick brown fox jumps over it"]
 
 @pytest.fixture
 def expected(tiny):
-    """The tokens after a JSON line's prompt, by the model that is not paged."""
+    """The tokens after a JSON line's prompt, by a model without paging."""
     return lambda line, count: greedy(tiny.tensors, line["prompt_tokens"], count)
 
 
@@ -29,7 +29,7 @@ def run(tiny, run_generate):
 
 @pytest.fixture
 def without_generation(monkeypatch):
-    """Prompts are read, and no token is generated: nothing is compiled."""
+    """Reads prompts but generates no token, so nothing is compiled."""
     monkeypatch.setattr(generate, "run_generation", lambda model, state, *_, **options: (state, Timing(1, 1, 1)))
 
 
@@ -92,7 +92,7 @@ def test_the_narrowest_sampling_is_greedy(run):
 def test_eos_stops_and_is_the_last_token_unless_ignored(run, tmp_path):
     _, lines, _ = run()
     tokens = lines[0]["tokens"]
-    eos = tokens[3]  # some token that did come out, used as eos
+    eos = tokens[3]  # a generated token, used as eos
     write_checkpoint(tmp_path, eos_token_id=[eos, EOS])
     _, stopped, _ = run(model=tmp_path)
     assert stopped[0]["tokens"] == tokens[: tokens.index(eos) + 1]
@@ -101,7 +101,7 @@ def test_eos_stops_and_is_the_last_token_unless_ignored(run, tmp_path):
 
 
 def test_blocks_are_freed_inside_the_loop(run):
-    # Row 1 needs 4 blocks in the end and finds one until row 0, at its limit of context, has given its 16 back.
+    # Row 1 needs 4 blocks at the end. It finds only one until row 0 reaches its context limit and frees its 16.
     long = "x" * (CONTEXT - 4)
     code, lines, err = run("--block-size", 8, "--num-blocks", 1 + 16 + 1, tokens=30, prompts=[long, "abc"])
     assert code == 0
@@ -110,7 +110,7 @@ def test_blocks_are_freed_inside_the_loop(run):
 
 
 def test_running_out_of_blocks_marks_the_sequence_and_the_others_complete(run, expected):
-    # Both need a third block at the same step and none is free: the last one makes room.
+    # Both need a third block in the same step and none is free: the last row frees its blocks.
     code, lines, err = run("--block-size", 8, "--num-blocks", 1 + 4, tokens=20, prompts=["abcdefgh", "ijklmnop"])
     assert code == 3
     finished, starved = lines
@@ -173,7 +173,7 @@ def test_a_chat_template_that_fails(run, tmp_path, without_generation):
 def test_a_limit_beyond_the_context_reserves_no_more_than_the_context(run):
     code, lines, err = run(prompts=["x" * CONTEXT], tokens=10**10)
     assert code == 0
-    assert len(lines[0]["tokens"]) == 1  # one past the context, which is computed whole
+    assert len(lines[0]["tokens"]) == 1  # one past the context, which is computed completely
     assert f"would reserve {CONTEXT // 16}," in err
 
 

@@ -1,4 +1,4 @@
-"""Models by their name on the Hugging Face hub, without a network."""
+"""Models by name on the Hugging Face hub, without a network."""
 
 import socket
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_a_name_is_downloaded_with_the_files_that_are_read(tmp_path, monkeypatch
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache of the hub, and a hub that cannot be reached."""
+    """An empty hub cache, and an unreachable hub."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
     return tmp_path / "hub"

@@ -1,4 +1,4 @@
-"""examples/parallel_sampling.py: the tokens of a loop that never shares, from fewer blocks."""
+"""examples/parallel_sampling.py: the same tokens as a loop without sharing, from fewer blocks."""
 
 from types import SimpleNamespace
 
@@ -45,7 +45,7 @@ def test_greedy_tokens_equal_a_model_without_sharing(tiny, prompts, monkeypatch)
     assert state.allocator.broken_invariants() == ()
     assert int(state.allocator.num_held) == 0
     assert num_shared == 3  # the full blocks; the partly filled ones of the first two prompts have copies
-    # In the end a completion's 34, 12 or 19 tokens fill 5, 2 and 3 blocks.
+    # At the end a completion has 34, 12 or 19 tokens in 5, 2 or 3 blocks.
     assert int(state.peak_unshared) == 3 * (5 + 2 + 3)
     assert int(state.peak_blocks) == 3 * (5 + 2 + 3) - 2 * num_shared == state.allocator.num_blocks - 1
 

@@ -1,4 +1,4 @@
-"""examples/serve.py, asked by the real `openai` client: texts, streams, stop strings, chats."""
+"""examples/serve.py with the real `openai` client: texts, streams, stop strings, chats."""
 
 import collections
 import json
@@ -27,9 +27,9 @@ def test_completions_equal_the_model(server, tiny):
 
 @pytest.mark.parametrize("call", [complete, chat])
 def test_streamed_pieces_join_to_the_answer(server, call):
-    # Hot: most bytes that come are no text, and many are parts of characters.
+    # At a high temperature most bytes are no text, and many are parts of characters.
     options = dict(max_tokens=30, temperature=1.5, seed=3, n=2, top_p=0.99, extra_body={"top_k": 200})
-    call(server, **options)  # so that both answers below find the prompt in the prefix cache
+    call(server, **options)  # caches the prompt for both answers below
     whole = call(server, **options)
     chunks = list(call(server, **options, stream=True, stream_options={"include_usage": True}))
     pieces, reasons = ["", ""], [None, None]
@@ -60,7 +60,7 @@ def test_a_chat_is_rendered_and_its_control_tokens_are_text(server, tiny):
         assert answer.choices[0].message.content == tiny.tokenizer.decode(expected)
         assert answer.usage.prompt_tokens == len(prompt)
         assert answer.usage.completion_tokens == len(expected)
-    # Without a limit, up to what a request may have.
+    # Without a limit, up to the maximum of a request.
     answer = chat(server, temperature=1.0, seed=1)
     assert answer.choices[0].finish_reason == "stop" or answer.usage.total_tokens == 128
 
@@ -112,7 +112,7 @@ def test_choices_are_in_the_order_of_the_prompts(server):
 
 @pytest.mark.slow
 def test_a_server_with_a_latent_model(tmp_path):
-    """A prompt, and again as the prefix cache knows it: the tokens of transformers."""
+    """The tokens equal transformers', for a new prompt and for a cached one."""
     write_family(tmp_path, "deepseek_v3")
     tokens = json.loads(Path(__file__).with_name("data").joinpath("families.json").read_text())["deepseek_v3"]["tokens"]
     service = make_service(tmp_path, "--max-model-len=32")

@@ -1,4 +1,4 @@
-"""Connections to examples/serve.py: clients that leave or close half of theirs, a full queue, draining, failures."""
+"""Connections to examples/serve.py: disconnects, half-closed connections, a full queue, draining, failures."""
 
 import contextlib
 import json
@@ -58,7 +58,7 @@ def test_blocks_of_a_disconnected_client_are_freed(server, gate, monkeypatch):
         for _ in range(2):
             clients.enter_context(complete(server, **LONG, stream=True))
             send(clients.enter_context(connected(server)), content=body(**LONG).encode())
-        wait_for(lambda: sum(bool(generation.requests) for generation in list(engine._open)) == 4)  # they are sent
+        wait_for(lambda: sum(bool(generation.requests) for generation in list(engine._open)) == 4)  # all are sent
     wait_for(lambda: not server.server.server_state.tasks)  # while the engine does no step
     gate.set()
     wait_for(lambda: engine.num_open == 0)
@@ -119,7 +119,7 @@ def test_draining_finishes_running_requests_and_refuses_new_ones(service, gate):
         assert not server.thread.is_alive()
 
 
-@pytest.mark.usefixtures("server")  # the first sets up logging, which must not meet capfd's stderr
+@pytest.mark.usefixtures("server")  # starts a server first: its logging must not use capfd's stderr
 @pytest.mark.parametrize("num_signals", [1, 2])
 def test_a_body_that_never_ends_does_not_delay_the_end(service, monkeypatch, capfd, num_signals):
     monkeypatch.setattr(http_server, "FLUSH_SECONDS", 0.2 if num_signals == 1 else 60)
@@ -151,7 +151,7 @@ def test_an_interrupt_as_soon_as_it_serves_is_not_lost(tiny):
 def test_draining_aborts_slow_requests(service, gate):
     with running(service, drain_seconds=0.05) as server:
         stream = complete(server, **LONG, stream=True)
-        wait_for(gate.is_reached)  # so the request has left the inbox
+        wait_for(gate.is_reached)  # the request has left the inbox
         drain(server, signal.SIGINT)
         wait_for(lambda: not server.engine._inbox.empty())  # the abort
         gate.set()
@@ -184,7 +184,7 @@ def test_an_engine_that_fails_ends_the_server(service, monkeypatch, error):
             engine.step()
         try:
             raise error("out of memory")
-        except RuntimeError as failure:  # as a lost engine does
+        except RuntimeError as failure:  # like a lost engine
             raise RuntimeError("this engine is lost") from failure
 
     with running(service) as server:

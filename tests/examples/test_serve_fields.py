@@ -1,4 +1,4 @@
-"""Fields of requests that are vLLM's: neutral values, stop tokens, token ids, special tokens, usage in each chunk."""
+"""Request fields of vLLM: neutral values, stop tokens, token ids, special tokens, usage in each chunk."""
 
 import dataclasses
 import math
@@ -95,7 +95,7 @@ def test_text_goes_on_after_its_end_with_ignore_eos(server):
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_token_ids_are_returned(server, tiny, is_streamed):
-    """In the forms of vLLM: a completion's prompt is in each choice, a chat's in the answer."""
+    """As in vLLM, a completion's prompt is in each choice and a chat's prompt is in the answer."""
     options = dict(max_tokens=6, stream=is_streamed, extra_body={"return_token_ids": True})
     prompts = [tiny.tokenizer.encode(prompt) for prompt in (PROMPT, "a")]
     (conversation,) = tiny.tokenizer.encode_conversations([[{"role": "user", "content": PROMPT}]])

@@ -168,4 +168,4 @@ def test_a_configured_key_is_required(server):
             status, _, answer = ask(server, path, content, Authorization=key)
             assert (status, json.loads(answer)["error"]["code"]) == (401, "invalid_api_key")
     assert ask(server, "/health", Authorization="")[0] == 200
-    assert ask(server, "/v1/models", Authorization=f"bearer {KEY}")[0] == 200  # the scheme has no case
+    assert ask(server, "/v1/models", Authorization=f"bearer {KEY}")[0] == 200  # the scheme is case-insensitive

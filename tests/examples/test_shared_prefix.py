@@ -1,4 +1,4 @@
-"""examples/lib/shared_prefix.py, and --shared-prefix of examples/generate.py: the tokens are those without sharing."""
+"""examples/lib/shared_prefix.py, and --shared-prefix of examples/generate.py: sharing does not change tokens."""
 
 import functools
 
@@ -36,7 +36,7 @@ def test_tokens_equal_those_without_sharing_and_need_fewer_blocks(tiny, run, pre
     assert [line["prompt"] for line in lines] == PROMPTS
     assert [line["prompt_tokens"] for line in lines] == encoded
     assert [line["tokens"] for line in lines] == [greedy(tiny.tensors, tokens, 10) for tokens in encoded]
-    # The prefix has 55 tokens, the prompts 56, 79 and 74, and with what they generate they fill 9, 11 and 11 blocks.
+    # The prefix has 55 tokens, the prompts 56, 79 and 74. With the generated tokens they fill 9, 11 and 11 blocks.
     assert "prefix:  48 tokens in 6 full blocks; the prompts found 18 blocks again, 144 tokens: 113 prefilled " in err
     assert "prefilled instead of 209\nprefill: 113 tokens" in err
     assert f"{9 + 11 + 11 - 2 * 6} blocks of 8 tokens in use at the peak" in err
@@ -49,7 +49,7 @@ def test_a_prefix_shorter_than_a_block_is_not_shared(tiny, run, prefix_file, enc
 
 
 def test_the_pool_holds_a_shared_prefix_once(run, prefix_file):
-    # The prompts fill 7, 10 and 10 blocks, 6 of each the prefix's.
+    # The prompts fill 7, 10 and 10 blocks; 6 of each hold the prefix.
     code, _, err = run("--block-size", 8, "--shared-prefix", prefix_file, "--num-blocks", 12)
     assert code == 2
     assert "The prompts need 15 blocks of 8 tokens" in err

@@ -1,4 +1,4 @@
-"""examples/lib/tokenizer.py: the tokens equal transformers', the texts equal the tokenizer's own decoder."""
+"""examples/lib/tokenizer.py: tokens equal transformers', texts equal the tokenizer's own decoder."""
 
 import json
 
@@ -24,13 +24,13 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def chats():
-    """One process for the tokenizers of all kinds."""
+    """One process for tokenizers of all kinds."""
     return ChatTemplate(TEMPLATE, {"bos_token": "<s>"}, dict.fromkeys(CONTROL, True) | dict.fromkeys(THOUGHTS, False))
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request, chats):
-    """Ours, and transformers' own, of each kind."""
+    """Our tokenizer and transformers' tokenizer of each kind."""
     tokenizer = KINDS[request.param]()
     theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, bos_token="<s>")
     ours = Tokenizer(tokenizer, (), TEMPLATE, theirs.special_tokens_map)
@@ -89,7 +89,7 @@ def test_decoding_equals_the_tokenizer(pair):
         for skip in (False, True):
             expected = ours.tokenizer.decode(ids, skip_special_tokens=skip)
             text = ours.decode(ids, skip_special_tokens=skip)
-            # Next to bytes that are no character, ByteFallback of tokenizers drops whole ones.
+            # Next to invalid bytes, ByteFallback of tokenizers drops whole characters.
             if "\ufffd" not in expected or "<0x00>" not in ours.tokenizer.get_vocab():
                 assert text == expected
                 num_whole += 1
@@ -103,7 +103,7 @@ def test_pieces_join_to_the_whole_text_for_any_cuts(pair):
         prompt, ids = (rng.integers(0, vocab_size, rng.integers(least, 9)).tolist() for least in (0, 1))
         options = dict(skip_special_tokens=bool(rng.integers(2)), has_offsets=bool(rng.integers(2)))
         echo = TextStream(ours, **options)
-        shown = echo.extend(prompt, is_last=False)  # a character that the prompt begins comes with the answer
+        shown = echo.extend(prompt, is_last=False)  # a character that starts in the prompt is returned with the answer
         stream, end, offset = TextStream(ours, prompt_ids=prompt, **options), 0, len(shown)
         while end < len(ids):
             end = min(len(ids), end + int(rng.integers(1, 4)))
@@ -155,7 +155,7 @@ def test_a_completion_begins_with_the_space_of_its_first_token(words):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A checkpoint with a tokenizer as Llama 2 has it."""
+    """A checkpoint with a tokenizer like Llama 2's."""
     write_checkpoint(tmp_path, vocab_size=500)
     write_files(tmp_path, sentencepiece(), bos_token="<s>", eos_token="</s>")
     return tmp_path

@@ -1,4 +1,4 @@
-"""Each program of benchmarks/ runs at the size of a toy, and the checks before a measurement can fail."""
+"""Each program of benchmarks/ runs at toy size, and the checks before a measurement can fail."""
 
 import functools
 import importlib
@@ -35,7 +35,7 @@ TOYS = {
     "soak.random_cases": "--implementation xla --cases 42 --families 'group of 3'",
 }
 FIGURES = {"figures.allocator": "h100/allocator.json", "figures.decode": "h100/decode.json"}
-# They need a GPU, vLLM or minutes, write into docs/ or have a test of their own.
+# They need a GPU, vLLM or minutes, write into docs/, or have their own test.
 OTHERS = (
     "engine.vllm_peer",
     "figures.memory",
@@ -71,7 +71,7 @@ def test_a_program_runs(program, run, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_calls_of_memcheck_are_right(run, monkeypatch):
-    for name in ("XLA_FLAGS", "XLA_PYTHON_CLIENT_ALLOCATOR"):  # which it sets
+    for name in ("XLA_FLAGS", "XLA_PYTHON_CLIENT_ALLOCATOR"):  # the program sets them
         monkeypatch.setenv(name, "")
     run("soak.memcheck", "--implementation", "xla")
 
@@ -98,7 +98,7 @@ def test_the_readme_lists_every_program():
 
 
 class Memory:
-    """Stands for a GPU's memory: what a way leaves unwritten of its output is what the memory held."""
+    """Simulates a GPU's memory: unwritten parts of an output have the old contents."""
 
     def __init__(self):
         self.places = {}
@@ -230,7 +230,7 @@ def test_waits_are_counted_from_the_arrival():
     work, arrivals = [([1], 5), ([1], 1)], [1.0, 2.0]
     pieces = [[(1.5, 3), (2.5, 5)], [(4.0, 1)]]
     point = online.summary(work, arrivals, pieces)
-    assert point["to_first_ms"]["p50"] == pytest.approx(1250)  # of 500 and 2000
+    assert point["to_first_ms"]["p50"] == pytest.approx(1250)  # median of 500 and 2000
     assert point["between_tokens_ms"]["p99"] == pytest.approx(250)
     assert point["between_pieces_ms"]["p50"] == pytest.approx(1000)
     assert point["to_last_ms"]["p50"] == pytest.approx(1750)

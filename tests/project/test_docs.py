@@ -1,4 +1,4 @@
-"""The examples of the README and the docs run, their links lead somewhere, and the site has all that is public."""
+"""Examples of the README and the docs run, links resolve, and the site has every public name."""
 
 import ast
 import inspect
@@ -61,7 +61,7 @@ def test_the_examples_of_the_docs_run(page, capsys):
         said = capsys.readouterr().out
         for comment in re.findall(r"^print\(.*\)\n((?:# .*\n)+)", code, re.MULTILINE):
             assert re.sub("^# ", "", comment, flags=re.MULTILINE) in said
-        if isinstance(cache := names.get("cache"), jaxpaged.KVCache):  # one dtype, as the kernels want it
+        if isinstance(cache := names.get("cache"), jaxpaged.KVCache):  # one dtype, as the kernels require
             arrays = [names[name] for name in ("q", "weights", "embedding") if hasattr(names.get(name), "dtype")]
             assert {array.dtype for array in arrays} <= {cache.k.dtype}
 
@@ -80,7 +80,7 @@ def test_links_and_names_resolve(page):
     for target in re.findall(r"\]\((?!http)([^)#]+)", text):
         assert (ROOT / page).parent.joinpath(target).exists(), target
     if page.startswith("docs/coming_from/"):
-        text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)  # the first column is theirs
+        text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)  # the first column has other libraries' names
     assert mistakes(text) == []
 
 
@@ -126,7 +126,7 @@ def test_names_in_docstrings_exist():
     for name, value in PUBLIC.items():
         docs = [value, *vars(value).values()] if inspect.isclass(value) else [value]
         for doc in filter(None, (inspect.getdoc(each) for each in docs if callable(each))):
-            prose = re.sub(r"^ *(>>>|\.\.\.) .*", "", doc, flags=re.MULTILINE)  # examples run by themselves
+            prose = re.sub(r"^ *(>>>|\.\.\.) .*", "", doc, flags=re.MULTILINE)  # doctests run separately
             assert mistakes(prose) == [], name
 
 

@@ -1,6 +1,6 @@
-"""Imports never run upwards or in circles. Flax is imported by `nnx.py` and `linen.py` only, matplotlib by one file.
+"""Imports never run upwards or in cycles. Only `nnx.py` and `linen.py` import flax, and one file imports matplotlib.
 
-One file of jaxpaged asks JAX about the hardware.
+One file of jaxpaged queries JAX for the hardware.
 """
 
 import ast
@@ -21,7 +21,7 @@ EXTRAS = {"jaxpaged.nnx": "flax", "jaxpaged.linen": "flax", "jaxpaged._allocator
 
 
 def imported_names(source: str) -> set[str]:
-    """Dotted names of all that a source imports, wherever in it."""
+    """Dotted names of all imports in a source, at any depth."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -81,7 +81,7 @@ def test_xla_calls_import_neither_mosaic_nor_flax():
 
 
 def check_no_cycle(sources: dict[str, str]) -> None:
-    """Raises `CycleError` if modules import one another in a circle, at the top or inside functions."""
+    """Raises `CycleError` if imports form a cycle, at module level or inside functions."""
 
     def find_module(name: str) -> str:  # `jaxpaged._cache.write.write_kv` is in `jaxpaged._cache.write`
         return name if name in sources else name.rpartition(".")[0]
@@ -113,7 +113,7 @@ def test_one_file_queries_the_hardware():
 
 
 def test_no_test_module_is_imported():
-    """Code that several tests need is in a module of its own."""
+    """Code shared by tests is in a separate module."""
     found = {name: imported_tests(source) for name, source in read_sources("tests").items()}
     assert {name: modules for name, modules in found.items() if modules} == {}
 

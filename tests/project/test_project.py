@@ -1,4 +1,4 @@
-"""Files for a public forge and a package index: the workflow, the issue form, the package's metadata."""
+"""Project files: the workflow, the issue form, the package's metadata."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""How public names look from outside: their module, signatures, types and text; and that their doctests run once."""
+"""Public names: their module, signatures, types and repr. Their doctests run once."""
 
 import ast
 import doctest
@@ -41,7 +41,7 @@ def test_help_and_pickles_of_instances():
 
 
 def test_types_are_found_and_signatures_name_them():
-    """`ArrayLike`, and not its union of types."""
+    """Signatures show `ArrayLike`, not its union of types."""
     assert typing.get_type_hints(KVCache)["k_scale"] == jax.Array | None
     for value in CLASSES:
         typing.get_type_hints(value)

@@ -1,4 +1,4 @@
-"""Result files have one form, are named where they are used, and docs/ says what they hold."""
+"""Result files have one format, are named where they are used, and match the tables of docs/."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The scripts behind make: which Python and extra they find, that set-up ends whole, that broken links are found."""
+"""The scripts of make: the choice of Python and extra, complete set-up, and detection of broken links."""
 
 import os
 import shutil
@@ -87,7 +87,7 @@ def test_the_extra_follows_the_driver(machine, answer, extra):
     assert run("find_extra.sh").stdout.strip() == extra
 
 
-# A Python that makes virtual environments of itself, installs in the time of one line, and logs its calls.
+# A fake Python that creates virtual environments of itself, pretends to install, and logs its calls.
 FAKE_PYTHON = f"""
 case "$1 $2" in
     "-m venv") echo venv >>"$CALLS"; mkdir -p "$3/bin"; touch "$3/pyvenv.cfg"; cp "$0" "$3/bin/python"

@@ -392,7 +392,7 @@ MUTANTS = (
         SAMPLING,
         "axis=-1) >= enough[:, None]",
         "axis=-1) > jnp.inf",
-        "tests/engine/test_sampling.py::tokens_come",
+        "tests/engine/test_sampling.py::token_frequencies",
         "masks",
     ),
     Mutant(
@@ -400,7 +400,7 @@ MUTANTS = (
         SAMPLING,
         "constant_values=-jnp.inf",
         "constant_values=0",
-        "tests/engine/test_sampling.py::tokens_come",
+        "tests/engine/test_sampling.py::token_frequencies",
         "masks",
     ),
     Mutant(
@@ -568,7 +568,7 @@ MUTANTS = (
         "jaxpaged/_flax/latent_attention.py",
         "history = allocator.lengths - counts",
         "history = allocator.lengths",
-        "tests/test_latent_modules.py::by_keys_of_each_head",
+        "tests/test_latent_modules.py::with_expanded_heads",
         "counts",
     ),
     Mutant(

@@ -119,7 +119,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_found(name):
+def test_mistakes_are_reported(name):
     make, message = MISTAKES[name]
     with pytest.raises(ValueError, match=message), debug_checks():
         make()

@@ -117,7 +117,7 @@ def test_single_and_packed_tokens_continue_a_prompt():
 
 
 @pytest.mark.parametrize("changes", [dict(), dict(v_head_dim=16, rotary_factor=1.0)])
-def test_prompts_by_keys_of_each_head(changes):
+def test_prompts_with_expanded_heads(changes):
     """Fresh, and after a history; uniform and packed, with single tokens and padding in the same call."""
     module, x = make(expanded_from=2, **changes), inputs(seqs=2)
     expected = jnp.concatenate([expanded(module, x[:1]), expanded(module, x[1:])])
@@ -144,7 +144,7 @@ def test_a_window_holds_for_any_number_of_new_tokens():
 
 
 @pytest.mark.parametrize("expanded_from", [7, 8])
-def test_which_prompts_have_keys_of_each_head(expanded_from):
+def test_which_prompts_expand_their_heads(expanded_from):
     """New tokens see each other with more than eight bits."""
     module, x = make(expanded_from=expanded_from), inputs()
     _, out = call(module, x, new_cache("int8"), append(new_allocator(), 7))

@@ -83,7 +83,7 @@ def rotated(**rotary) -> Call:
     return call
 
 
-def of_pool(attention: Callable[..., Any], *, groups=False) -> Call:
+def call_on_pool(attention: Callable[..., Any], *, groups=False) -> Call:
     """A function of tables and lengths."""
 
     def call(x, cache, allocator, slots, *, count, query_starts=None):
@@ -103,7 +103,7 @@ def on_two_devices(*arrays, count):
 
     def device(x, cache, allocator, slots):
         own_slots = jaxpaged.ops.context_parallel_slots(slots, block_size=2, axis_name="x")
-        return of_pool(attention)(x, cache, allocator, own_slots, count=count)
+        return call_on_pool(attention)(x, cache, allocator, own_slots, count=count)
 
     mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
     specs = dict(in_specs=(P(), P(None, "x"), P(), P()), out_specs=(P(None, "x"), P()))
@@ -161,9 +161,9 @@ CASES = {
     "float8": Case(attend(), FLOAT8),
     "rotation": Case(attend(rotary_frequencies=FREQUENCIES)),
     "rotation of neighbours, int8": Case(attend(rotary_frequencies=FREQUENCIES, interleaved=True), INT8),
-    "paged_attention": Case(of_pool(jaxpaged.paged_attention)),
-    "paged_attention, prefix groups": Case(of_pool(jaxpaged.paged_attention, groups=True)),
-    "paged_attention_reference": Case(of_pool(jaxpaged.paged_attention_reference)),
+    "paged_attention": Case(call_on_pool(jaxpaged.paged_attention)),
+    "paged_attention, prefix groups": Case(call_on_pool(jaxpaged.paged_attention, groups=True)),
+    "paged_attention_reference": Case(call_on_pool(jaxpaged.paged_attention_reference)),
     "context_parallel_attention": Case(on_two_devices, can_be_packed=False),
     "rotate_and_write_kv": Case(rotated(frequencies=FREQUENCIES)),
     "rotate_and_write_kv, interleaved, int8": Case(rotated(**INTERLEAVED), INT8),

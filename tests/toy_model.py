@@ -224,7 +224,7 @@ def shared_engine(*, prefix_cache=False, batch_invariant=False):
     return engine
 
 
-def assert_whole(engine, hidden=None):
+def assert_invariants(engine, hidden=None):
     """Asserts all invariants. `hidden`: the blocks from `fewer_blocks`."""
     state = engine._runner.state
     allocator = state.allocator if hidden is None else with_blocks_back(state.allocator, hidden)
@@ -234,7 +234,7 @@ def assert_whole(engine, hidden=None):
 
 def assert_idle(engine):
     """Asserts that no request is left and all blocks are free."""
-    assert_whole(engine)
+    assert_invariants(engine)
     stats = engine.stats()
     assert engine._books.is_settled
     assert int(engine._runner.state.allocator.num_free) == stats.num_blocks

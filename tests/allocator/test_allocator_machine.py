@@ -244,12 +244,12 @@ class AllocatorMachine(RuleBasedStateMachine):
         if not self.earlier:
             return
         allocator, old, contents = self.earlier[which % len(self.earlier)]
-        if not all(model.has_freed_nothing_of(each) for model, each in zip(self.models, old, strict=True)):
+        if not all(model.has_kept_blocks_of(each) for model, each in zip(self.models, old, strict=True)):
             return
         for each, then, now in zip(old, contents, self.contents, strict=True):
             for row in range(len(each.blocks)):  # the tokens of the old sequences are still there
                 assert all(now[slot] == token == then[slot] for slot, token in self.kept_tokens(each, row))
-        self.models = [model.gone_back(each) for model, each in zip(self.models, old, strict=True)]
+        self.models = [model.rolled_back_to(each) for model, each in zip(self.models, old, strict=True)]
         if self.has_cache:
             self.run("clear", allocator)
         else:

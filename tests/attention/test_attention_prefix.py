@@ -225,7 +225,7 @@ def test_gradients():
     np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
-def of_shapes(*shapes):
+def groups_of_shapes(*shapes):
     return PrefixGroups(*(jnp.zeros(shape, jnp.int32) for shape in shapes))
 
 
@@ -234,9 +234,9 @@ def of_shapes(*shapes):
     [
         (32, r"prefix_groups must be what allocator.prefix_groups\(\) returns.*got int"),
         (jnp.array([16, 32]), "prefix_groups must be what allocator.prefix_groups"),
-        (of_shapes(3, 2, 7), r"num_blocks \[seqs\] with seqs=8; got \[\[3\], \[2\], \[7\]\]"),
-        (of_shapes(2, 2, 8), r"starts \[groups \+ 1\], first \[groups\]"),
-        (of_shapes(1, 0, 8), r"starts \[groups \+ 1\], first \[groups\]"),
+        (groups_of_shapes(3, 2, 7), r"num_blocks \[seqs\] with seqs=8; got \[\[3\], \[2\], \[7\]\]"),
+        (groups_of_shapes(2, 2, 8), r"starts \[groups \+ 1\], first \[groups\]"),
+        (groups_of_shapes(1, 0, 8), r"starts \[groups \+ 1\], first \[groups\]"),
     ],
 )
 def test_errors(groups, message):

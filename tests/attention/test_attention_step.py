@@ -418,20 +418,20 @@ def test_the_plan_of_a_step(on_an_h100):
     allocator = dataclasses.replace(BlockAllocator.create(**LONG), lengths=jnp.asarray([100_000, 5, 700, 0]))
     slots = jnp.zeros(4, jnp.int32)
 
-    def plan_of(allocator=allocator, **options):
+    def make_step_plan(allocator=allocator, **options):
         return AttentionStep.create(allocator, slots, **dict(num_kv_heads=2) | options).plan
 
-    assert (plan_of().partitions == make_plan(allocator.lengths, num_kv_heads=2).partitions).all()
-    assert plan_of(num_kv_heads=None) is None
-    assert plan_of(num_partitions=3) is None
-    assert plan_of(query_starts=jnp.arange(5)) is None
+    assert (make_step_plan().partitions == make_plan(allocator.lengths, num_kv_heads=2).partitions).all()
+    assert make_step_plan(num_kv_heads=None) is None
+    assert make_step_plan(num_partitions=3) is None
+    assert make_step_plan(query_starts=jnp.arange(5)) is None
     # It is the plan of the tokens that groups do not share.
     groups = PrefixGroups(starts=jnp.asarray([0, 1]), first=jnp.asarray([0]), num_blocks=jnp.asarray([6000, 0, 0, 0]))
     rest = make_plan(jnp.asarray([4000, 5, 700, 0]), num_kv_heads=2)
-    assert (plan_of(prefix_groups=groups).partitions == rest.partitions).all()
-    assert (rest.partitions != plan_of().partitions).any()
+    assert (make_step_plan(prefix_groups=groups).partitions == rest.partitions).all()
+    assert (rest.partitions != make_step_plan().partitions).any()
     short = dataclasses.replace(allocator, block_tables=allocator.block_tables[:, :100])
-    assert plan_of(short) is None
+    assert make_step_plan(short) is None
 
 
 def test_no_plan_without_a_gpu():

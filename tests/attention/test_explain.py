@@ -166,7 +166,7 @@ def test_errors(changes, message):
     ("head_dim", "dtype", "reason"),
     [(576, jnp.float32, "takes q in bfloat16 or float16"), (704, jnp.bfloat16, "up to 640")],
 )
-def test_a_latent_too_large_for_shared_memory_goes_to_xla(head_dim, dtype, reason):
+def test_a_latent_too_large_for_shared_memory_uses_xla(head_dim, dtype, reason):
     q, pool, _, *sizes = arrays(heads=16, kv_heads=1, head_dim=head_dim, cache_dtype=dtype)
     q = shape(*q.shape, dtype=dtype)
     found = explain(q, pool, None, *sizes, value_dim=512, scale=1.0, gpu="L4")

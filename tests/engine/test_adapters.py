@@ -88,9 +88,11 @@ def engine():
     return engine
 
 
-def some_requests(count):
+def requests_with_adapters(count):
     prompts, params = requests(count)
-    return prompts, [dataclasses.replace(of_one, adapter=CHOSEN[i % 4]) for i, of_one in enumerate(params)]
+    return prompts, [
+        dataclasses.replace(request_params, adapter=CHOSEN[i % 4]) for i, request_params in enumerate(params)
+    ]
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 24, 25])
@@ -120,25 +122,25 @@ def test_wrong_shapes_are_refused():
 
 @pytest.mark.parametrize("left", [BLOCKS, TIGHT], ids=["plenty", "tight"])
 def test_tokens_equal_merged_weights_next_to_other_adapters(engine, left):
-    prompts, params = some_requests(16)
+    prompts, params = requests_with_adapters(16)
     with counting(engine) as counts, fewer_blocks(engine, left):
         outputs = engine.generate(prompts, params)
     assert (counts.num_preempted > 0) == (left == TIGHT)
-    for prompt, of_one, output in zip(prompts, params, outputs, strict=True):
-        tokens, logprobs = continuation(merged(of_one.adapter), prompt, of_one)
+    for prompt, request_params, output in zip(prompts, params, outputs, strict=True):
+        tokens, logprobs = continuation(merged(request_params.adapter), prompt, request_params)
         assert output.outputs[0].token_ids == tokens
-        if of_one.logprobs:
+        if request_params.logprobs:
             np.testing.assert_allclose(output.outputs[0].logprobs, logprobs, atol=1e-4)
 
 
 def test_a_batch_invariant_engine_gives_the_same_bits_next_to_other_adapters():
-    prompts, params = some_requests(8)
-    params = [dataclasses.replace(of_one, logprobs=True, n=1) for of_one in params]
+    prompts, params = requests_with_adapters(8)
+    params = [dataclasses.replace(request_params, logprobs=True, n=1) for request_params in params]
     exact_engine = create_adapted_engine(batch_invariant=True)
     together = exact_engine.generate(prompts, params)
-    for prompt, of_one, output in zip(prompts, params, together, strict=True):
-        assert exact_engine.generate([prompt], of_one)[0].outputs == output.outputs
-        (score,) = exact_engine.score([prompt], tokens_of([output]), adapter=of_one.adapter)
+    for prompt, request_params, output in zip(prompts, params, together, strict=True):
+        assert exact_engine.generate([prompt], request_params)[0].outputs == output.outputs
+        (score,) = exact_engine.score([prompt], tokens_of([output]), adapter=request_params.adapter)
         assert score.logprobs == output.outputs[0].logprobs
 
 

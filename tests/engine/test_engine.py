@@ -30,7 +30,7 @@ from tests.toy_model import (
     STEPS,
     TIGHT,
     VOCAB,
-    assert_whole,
+    assert_invariants,
     continuation,
     counting,
     create_cache,
@@ -71,7 +71,7 @@ def test_tokens_do_not_depend_on_the_load(load, left, prefix_cache):
     with counting(engine) as counts, fewer_blocks(engine, left) as hidden:
         for order in (np.arange(40), np.arange(40)[::-1], np.random.default_rng(1).permutation(40)):
             outputs = engine.generate([prompts[i] for i in order], [params[i] for i in order])
-            assert_whole(engine, hidden)
+            assert_invariants(engine, hidden)
             for i, output in zip(order, outputs, strict=True):
                 for (tokens, logprobs), completion in zip(expected[i], output.outputs, strict=True):
                     assert completion.token_ids == tokens
@@ -139,20 +139,20 @@ def count_tokens(engine, *request):
 def test_a_prefix_is_found_until_the_weights_change():
     engine, prompt = shared_engine(prefix_cache=True), [*range(21), 5]  # five full blocks, and two tokens
 
-    def served_with(seed):
+    def serve_with_seed(seed):
         counts, outputs = count_tokens(engine, [prompt], greedy())
         assert tokens_of(outputs) == [expected_tokens(prompt, greedy(), seed)]
         return counts
 
-    assert [served_with(0), served_with(0)] == [(29, 0), (9, 20)]
+    assert [serve_with_seed(0), serve_with_seed(0)] == [(29, 0), (9, 20)]
     # A request that starts with old weights and ends with new ones: none of its blocks match.
     request = engine.add_request(prompt, greedy(MAX_TOKENS - len(prompt)))
     engine.step()
     engine.update_weights(random_weights(1))
     assert set(finish(engine)) == {request}
-    assert [served_with(1), served_with(1)] == [(29, 0), (9, 20)]
+    assert [serve_with_seed(1), serve_with_seed(1)] == [(29, 0), (9, 20)]
     engine.update_weights(random_weights())
-    assert served_with(0) == (29, 0)
+    assert serve_with_seed(0) == (29, 0)
 
 
 def test_blocks_that_old_weights_began_do_not_match_with_new_ones():
@@ -305,7 +305,7 @@ def test_a_long_call_shows_its_progress(capsys, monkeypatch):
         assert len(bar) == 30 * int(num_done) // 20
 
 
-def test_the_seconds_to_spare_are_a_part_of_the_slice_that_runs(monkeypatch):
+def test_seconds_to_spare_are_a_fraction_of_the_running_slice(monkeypatch):
     engine = shared_engine()
     assert engine.seconds_to_spare == 0  # no slice runs
 
@@ -353,7 +353,7 @@ def test_stats_count_seconds_only_while_there_are_requests():
 
 
 @pytest.mark.parametrize("is_tight", [True, False])
-def test_logits_of_every_token_that_need_much_memory_give_a_warning(is_tight, monkeypatch):
+def test_large_logits_of_every_token_give_a_warning(is_tight, monkeypatch):
     def with_logits(*args):
         caches, hidden = toy_model.apply(*args)
         return caches, toy_model.head(args[0], hidden)
@@ -441,8 +441,8 @@ def test_the_layers_of_a_step_follow_one_plan(max_model_len, has_plan, monkeypat
 def test_a_soak_in_a_third_of_the_blocks_that_seats_need(prefix_cache):
     engine = shared_engine(prefix_cache=prefix_cache)
     with fewer_blocks(engine, TIGHT) as hidden:
-        assert_whole(engine, hidden)
-        result = soak(engine, 600, num_kinds=30, check=functools.partial(assert_whole, hidden=hidden))
+        assert_invariants(engine, hidden)
+        result = soak(engine, 600, num_kinds=30, check=functools.partial(assert_invariants, hidden=hidden))
     assert min(result[name] for name in ("abort", "refused", "preempted")) > 0
     assert (result["found"] > 0) == prefix_cache
 

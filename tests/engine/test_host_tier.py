@@ -23,7 +23,7 @@ from tests.toy_model import (
     TIGHT,
     VOCAB,
     assert_idle,
-    assert_whole,
+    assert_invariants,
     counting,
     create_engine,
     expected_tokens,
@@ -61,7 +61,7 @@ def settle(engine):
         engine.generate([[seed]], greedy(6))
 
 
-def moving(tier):
+def pending_copies(tier):
     """Blocks and runs that wait or move in either direction."""
     return [*tier._wanted, *tier._leaving, *tier._coming, *tier._arrived]
 
@@ -73,15 +73,15 @@ def serve(engine, prompt, params=greedy(6), seed=0):  # noqa: B008  # it is froz
     return prompt + tokens
 
 
-def prompt_of(seed, length):
+def make_prompt(seed, length):
     return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
 
 
-def push_out(engine, weights=0):
+def evict_cached(engine, weights=0):
     """Serves other prompts until all cached blocks are evicted from the pool."""
     settle(engine)
     for seed in range(3):
-        serve(engine, prompt_of(100 + seed, 40), seed=weights)
+        serve(engine, make_prompt(100 + seed, 40), seed=weights)
 
 
 def count(engine, prompt, *args, **options):
@@ -92,8 +92,8 @@ def count(engine, prompt, *args, **options):
 
 
 def test_a_prefix_that_the_pool_has_lost_is_restored(engine):
-    talk = serve(engine, prompt_of(1, 20))
-    push_out(engine)
+    talk = serve(engine, make_prompt(1, 20))
+    evict_cached(engine)
     # 25 of its 26 tokens and the prompt were computed: six full blocks.
     assert count(engine, [*talk, 7]) == (24, 24, 3 + 5)
     assert count(engine, [*talk, 8]) == (24, 0, 3 + 5)  # now it is in the pool
@@ -101,16 +101,16 @@ def test_a_prefix_that_the_pool_has_lost_is_restored(engine):
 
 @pytest.mark.parametrize(("length", "found"), [(CHUNK // 2 + 1, CHUNK // 2), (CHUNK // 2 - 1, 0)])
 def test_a_short_prefix_is_computed_instead(engine, length, found):
-    prompt = prompt_of(2 + length, length)
+    prompt = make_prompt(2 + length, length)
     serve(engine, prompt, greedy(1))
-    push_out(engine)
+    evict_cached(engine)
     assert count(engine, [*prompt, 1], greedy(1)) == (found, found, length + 1 - found)
 
 
 # Twelve do not fit into the pool: listed blocks may be overwritten in the next slice, before they are copied.
 @pytest.mark.parametrize(("at_once", "part"), [(2, 0.95), (12, 0.4)])
 def test_alternating_conversations_find_most_of_what_an_endless_pool_would(engine, at_once, part):
-    talks, endless = [prompt_of(seed, 12) for seed in range(12)], 0
+    talks, endless = [make_prompt(seed, 12) for seed in range(12)], 0
     with counting(engine) as counts:
         for turn in range(3):
             for i in range(0, len(talks), at_once):
@@ -118,14 +118,14 @@ def test_alternating_conversations_find_most_of_what_an_endless_pool_would(engin
                 endless += sum((len(talk) - 6) // BLOCK_SIZE * BLOCK_SIZE if turn else 0 for talk in these)
                 for j, tokens in enumerate(tokens_of(engine.generate(these, greedy(6))), i):
                     assert tokens == expected_tokens(talks[j], greedy(6))
-                    talks[j] = talks[j] + tokens + prompt_of(turn, 5)
+                    talks[j] = talks[j] + tokens + make_prompt(turn, 5)
     assert counts.num_found >= part * endless > 0
     assert 0.5 * counts.num_found < counts.num_brought <= counts.num_found  # no block was restored in vain
 
 
 def test_completions_of_one_prompt_wait_for_one_copy(engine):
-    prompt, params = [*serve(engine, prompt_of(3, 24)), 1], SamplingParams(max_tokens=4, seed=3, n=3)
-    push_out(engine)
+    prompt, params = [*serve(engine, make_prompt(3, 24)), 1], SamplingParams(max_tokens=4, seed=3, n=3)
+    evict_cached(engine)
     with counting(engine) as counts:
         first, *_ = tokens_of(engine.generate([prompt], params))
     assert first == expected_tokens(prompt, params)
@@ -133,9 +133,9 @@ def test_completions_of_one_prompt_wait_for_one_copy(engine):
 
 
 def test_scores_use_restored_blocks_except_for_their_last_token(engine):
-    prompt = serve(engine, prompt_of(4, 22))
+    prompt = serve(engine, make_prompt(4, 22))
     (expected,) = engine.score([prompt[:21]], [prompt[21:]])
-    push_out(engine)
+    evict_cached(engine)
     with counting(engine) as counts:
         (score,) = engine.score([prompt[:21]], [prompt[21:]])
     assert (counts.num_found, counts.num_brought) == (20, 20)
@@ -143,8 +143,8 @@ def test_scores_use_restored_blocks_except_for_their_last_token(engine):
 
 
 def test_new_weights_match_no_old_blocks(engine, monkeypatch):
-    prompt = [*serve(engine, prompt_of(5, 20)), 7]
-    push_out(engine)
+    prompt = [*serve(engine, make_prompt(5, 20)), 7]
+    evict_cached(engine)
     with counting(engine) as counts:
         engine.add_request(prompt, greedy(6))
         with monkeypatch.context() as patch:
@@ -153,13 +153,13 @@ def test_new_weights_match_no_old_blocks(engine, monkeypatch):
         engine.update_weights(random_weights(1))
         assert tokens_of(finish(engine).values()) == [expected_tokens(prompt, greedy(6), 1)]
     assert counts.num_found == 0  # the arrived blocks were listed for the old weights
-    push_out(engine, 1)
+    evict_cached(engine, 1)
     assert count(engine, [*prompt, 3], seed=1)[:2] == (24, 24)
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
 def test_sleep_frees_host_memory(engine, monkeypatch, is_interrupted):
-    talk, clear = serve(engine, prompt_of(6, 20)), engine._runner.tier.clear
+    talk, clear = serve(engine, make_prompt(6, 20)), engine._runner.tier.clear
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     assert engine.stats().host_bytes > 0
     if is_interrupted:
@@ -174,18 +174,18 @@ def test_sleep_frees_host_memory(engine, monkeypatch, is_interrupted):
     assert count(engine, [*talk, 7])[:2] == (0, 0)
 
 
-def test_random_requests_in_a_tight_pool_get_their_own_tokens(engine):
+def test_random_requests_in_a_tight_pool_get_the_right_tokens(engine):
     result = soak(engine, 250, num_kinds=40)
     assert min(result[name] for name in ("abort", "preempted")) > 0
     assert result["brought"] > 100
     settle(engine)  # it is listed again: the soak ends with a sleep
     settle(engine)
-    assert moving(engine._runner.tier) == []
+    assert pending_copies(engine._runner.tier) == []
 
 
 def test_a_waiting_request_reserves_room_twice_as_its_blocks_may_be_replaced(engine):
     for seed in range(6):
-        engine.add_request(prompt_of(seed, 20), greedy(20))
+        engine.add_request(make_prompt(seed, 20), greedy(20))
     engine.step()
     while engine._books.under_way:
         engine._runner.receive()
@@ -211,27 +211,27 @@ def test_the_programs_copy_no_cache(engine):
         assert program.memory_analysis().alias_size_in_bytes >= cache.k.nbytes + cache.v.nbytes
 
 
-def lost_run(engine, seed):
+def lost_run_maker(engine, seed):
     """A function that makes runs of a prompt whose blocks the pool has lost."""
-    prompt = np.array(serve(engine, prompt_of(seed, 20)), np.int32)[:24].reshape(6, BLOCK_SIZE)
-    push_out(engine)
+    prompt = np.array(serve(engine, make_prompt(seed, 20)), np.int32)[:24].reshape(6, BLOCK_SIZE)
+    evict_cached(engine)
     salt = int(engine._runner.state.scheduler.prefixes.salt[0])
     return lambda begin, end, page: Run(None, salt, prompt[:end], [bytes([i]) for i in range(end)], begin, 1, [page])
 
 
 def test_blocks_after_a_gap_are_not_listed(engine):
-    make_run, copies = lost_run(engine, 7), engine._runner.tier._copies
+    make_run, copies = lost_run_maker(engine, 7), engine._runner.tier._copies
     for begin, end, is_listed in ((4, 6, False), (0, 4, True), (4, 6, True)):
         run = make_run(begin, end, copies._nothing)
         (engine._runner.state_of_slice,) = copies.put(engine._runner.state, [run])
         ids, serials = np.asarray(run.where)[:, run.index, begin:end]
         assert (ids > 0).tolist() == (serials > 0).tolist() == [is_listed] * (end - begin)
-        assert_whole(engine)
+        assert_invariants(engine)
     engine.update_weights(random_weights())  # the pool holds no cached blocks
 
 
 def test_blocks_without_room_are_neither_written_nor_listed(engine):
-    make_run, runner, copies = lost_run(engine, 8), engine._runner, engine._runner.tier._copies
+    make_run, runner, copies = lost_run_maker(engine, 8), engine._runner, engine._runner.tier._copies
     allocator, hidden = without_blocks(runner.state.allocator, int(runner.state.allocator.num_free) - 3)
     before = jax.tree.map(np.array, runner.state.caches)
     run = make_run(0, 4, jax.tree.map(jnp.ones_like, copies._nothing))
@@ -242,7 +242,7 @@ def test_blocks_without_room_are_neither_written_nor_listed(engine):
 
 
 def test_new_weights_match_nothing_if_the_copies_before_their_first_slice_fail(engine, monkeypatch):
-    prompt = [*serve(engine, prompt_of(10, 20)), 7]
+    prompt = [*serve(engine, make_prompt(10, 20)), 7]
     settle(engine)
     engine.update_weights(random_weights(1))
     tier, failures = engine._runner.tier, [MemoryError("no room for a copy")]
@@ -264,8 +264,8 @@ def test_new_weights_match_nothing_if_the_copies_before_their_first_slice_fail(e
 
 @pytest.mark.parametrize("name", ["take", "put", "bring"])
 def test_copies_that_fail_lose_no_token(engine, monkeypatch, name):
-    prompt, params = [*serve(engine, prompt_of(8, 20)), 7], greedy(15)
-    push_out(engine)
+    prompt, params = [*serve(engine, make_prompt(8, 20)), 7], greedy(15)
+    evict_cached(engine)
     settle(engine)
     copies, failures = engine._runner.tier._copies, [MemoryError("no room for a copy")]
     function = getattr(copies, name)
@@ -284,7 +284,7 @@ def test_copies_that_fail_lose_no_token(engine, monkeypatch, name):
     assert counts.num_found == counts.num_brought == (24 if name == "take" else 0)  # the slice ran without them
     failures.clear()
     settle(engine)
-    assert moving(engine._runner.tier) == []
+    assert pending_copies(engine._runner.tier) == []
 
 
 # The books, without a device.
@@ -388,9 +388,9 @@ def test_blocks_are_restored_from_the_first_lost_one_on():
     assert (run.begin, run.salt, names([run])) == (1, 0, [["3/4", "5/6"]])
     assert run.tokens.tolist() == [[1, 2], [3, 4], [5, 6]]
     device.slice(moves=moves)
-    assert (device.tier.num_brought, moving(device.tier)) == (4, [])
+    assert (device.tier.num_brought, pending_copies(device.tier)) == (4, [])
     assert device.holds(waiting) == [False]
-    assert moving(device.tier) == []
+    assert pending_copies(device.tier) == []
 
 
 def test_blocks_that_the_device_may_be_losing_are_restored_too():
@@ -411,7 +411,7 @@ def test_blocks_that_could_not_be_listed_count_as_lost():
     first, second = device.arriving(row(*PROMPT))
     device.slice(moves=Moves(back=[first]), lost=keys)  # lost again within the slice
     device.tier.lose(Moves(back=[second]))
-    assert (device.tier.num_brought, moving(device.tier)) == (0, [])
+    assert (device.tier.num_brought, pending_copies(device.tier)) == (0, [])
     assert names(device.arriving(row(*PROMPT))) == [["1/2", "3/4"], ["5/6"]]
 
 
@@ -432,10 +432,10 @@ def test_few_blocks_are_in_transit_at_once_and_may_arrive_late():
     assert device.arriving(waiting) == [run]
     assert device.holds(waiting) == [False]
     device.tier.clear()
-    assert (moving(device.tier), device.tier.host_bytes) == ([], 0)
+    assert (pending_copies(device.tier), device.tier.host_bytes) == ([], 0)
 
 
-def one_by_one():
+def slow_restore():
     """A device that restores one block at a time, with a prompt of four blocks in host memory."""
     device = FakeDevice(num_pages=1, most_staged=1, least_tokens=1)
     return device, row(*PROMPT, 8, 9), device.keep(row(*PROMPT, 8, 9))
@@ -447,7 +447,7 @@ def one_by_one():
     ids=["all stay", "the first is lost again"],
 )
 def test_a_long_prompt_is_restored_in_parts_and_each_once(head_lost_in, expected):
-    device, waiting, keys = one_by_one()
+    device, waiting, keys = slow_restore()
     for i, name in enumerate(expected):
         moves = Moves(back=device.arriving(waiting))
         assert names(moves.back) == [[name]]
@@ -459,7 +459,7 @@ def test_a_long_prompt_is_restored_in_parts_and_each_once(head_lost_in, expected
 
 
 def test_no_request_is_sent_into_the_room_of_a_partial_restore():
-    device, _, _ = one_by_one()
+    device, _, _ = slow_restore()
     for room, is_held in ((5, True), (6, False)):  # the prompt needs five blocks, the other request one
         device.room = room
         device.slice()
@@ -483,12 +483,12 @@ def test_a_request_in_front_does_not_block_the_requests_whose_copies_it_waits_fo
     assert waiting == []
 
 
-def test_a_prompt_is_not_held_if_one_token_is_worth_restoring():
+def test_the_lookup_stops_at_the_end_of_the_prompt():
     assert FakeDevice(least_tokens=0).holds(row(*PROMPT)) == [False]
 
 
 def test_a_partial_restore_that_fails_is_recomputed():
-    device, waiting, _ = one_by_one()
+    device, waiting, _ = slow_restore()
     device.tier.lose(Moves(back=device.arriving(waiting)))
     assert device.holds(waiting) == [False]
 
@@ -511,7 +511,7 @@ def test_arrived_blocks_are_forgotten_with_the_rest():
     device.keep(row(*PROMPT))
     assert device.holds(row(*PROMPT)) == [False]
     device.tier.clear()
-    assert (device.tier.next_moves(), moving(device.tier), device.tier._at) == (Moves(), [], {})
+    assert (device.tier.next_moves(), pending_copies(device.tier), device.tier._at) == (Moves(), [], {})
     assert device.tier.host_bytes == 0
 
 
@@ -520,10 +520,10 @@ def test_a_finished_request_waits_for_nothing():
     device.slow = {"1/2"}
     device.keep(row(*PROMPT))
     assert device.arriving(waiting) == []
-    assert len(moving(device.tier)) == 2  # blocks
+    assert len(pending_copies(device.tier)) == 2  # blocks
     waiting.is_aborted = True
     device.holds()
-    assert moving(device.tier) == []
+    assert pending_copies(device.tier) == []
 
 
 def test_a_request_is_sent_with_its_blocks_once_there_is_room():
@@ -603,7 +603,7 @@ def test_a_block_is_restored_only_for_its_own_adapter():
         assert device.tier.host_bytes == num_kept
 
 
-def test_a_fuller_page_replaces_the_page_that_it_begins_with():
+def test_a_fuller_page_replaces_its_prefix_page():
     device = FakeDevice(in_page=4)
     device.keep(row(1, 2, 3, 4, 5))
     assert device.kept == ["1/2"]
@@ -659,7 +659,7 @@ def test_full_blocks_are_copied_out_once_and_few_at_a_time():
     assert [run.num_pages for run in tier.next_moves().out] == [2, 1]
 
 
-def test_runs_of_several_prompts_share_a_program_unless_one_needs_the_block_before():
+def test_runs_of_several_prompts_share_a_program_unless_one_needs_the_previous_block():
     device = FakeDevice(num_pages=2, most_staged=8, least_tokens=1)
     prompts = PROMPT, (1, 9, 3, 9, 0), (2, 9, 4, 9, 0)
     device.keep(*(row(*tokens) for tokens in prompts))

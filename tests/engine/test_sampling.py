@@ -71,7 +71,7 @@ MIXES = {  # temperature, top_k, top_p, min_p
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_tokens_come_as_often_as_they_are_probable(mix):
+def test_token_frequencies_match_their_probabilities(mix):
     temperature, *cut = MIXES[mix]
     logits = logits_with_ties(VOCAB)
     weights = np.exp((logits.astype(np.float64) - logits.max()) / temperature)

@@ -72,7 +72,7 @@ def test_a_prompts_top_logprobs_may_come_from_several_slices():
     assert row.score() == Score([-1, -2, -3, -4], [True] * 4, [{i: -i} for i in range(1, 5)])
 
 
-def test_scores_have_them_too():
+def test_scores_have_top_logprobs_too():
     prompts, tokens = [[3, 1, 4], [9, 2]], [[1, 5, 9, 2, 6] * 4, [7]]
     for prompt, given, score in zip(prompts, tokens, engine().score(prompts, tokens, top_logprobs=3), strict=True):
         check(score.top_logprobs, prompt + given, len(prompt), 3)

@@ -94,7 +94,7 @@ def stop() -> None:
     raise SystemExit(2)
 
 
-def test_the_code_of_a_script_is_what_main_returns(end):
+def test_the_exit_code_is_the_return_value_of_main(end):
     assert end(say_hello)[0] == 3
     assert end(lambda: None)[0] is None
     assert end(stop)[0] == 2

@@ -83,7 +83,7 @@ def test_a_stop_string_ends_the_text(server, includes):
 
 
 @pytest.mark.parametrize("ended", [0, 1, 2])
-def test_a_stop_string_ends_one_completion_and_the_others_go_on(server, ended):
+def test_a_stop_string_ends_one_completion_and_the_others_continue(server, ended):
     engine = server.engine
     options = dict(prompt=[PROMPT, "12345678"], max_tokens=60, temperature=2, seed=4, n=2)
     expected = texts(complete(server, **options))

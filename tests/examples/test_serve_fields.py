@@ -80,7 +80,7 @@ def test_a_stop_token_ends_the_text_before_it(server, tiny):
         assert text_of(complete(server, stream=True, **options)) == choice.text
 
 
-def test_text_goes_on_after_its_end_with_ignore_eos(server):
+def test_ignore_eos_continues_after_the_end(server):
     options = dict(max_tokens=100, temperature=2, n=8, seed=1)
     whole = complete(server, **options)
     ended = next(choice.index for choice in whole.choices if choice.finish_reason == "stop")

@@ -61,7 +61,7 @@ def test_which_python_is_found(machine, tmp_path, programs, found):
     assert run("find_python.sh").stdout.strip() == str(tmp_path / found)
 
 
-def test_no_python_is_one_clear_message(machine):
+def test_a_missing_python_is_one_clear_message(machine):
     _, run = machine
     done = run("find_python.sh")
     assert done.returncode == 1

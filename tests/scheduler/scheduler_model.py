@@ -169,7 +169,7 @@ class SchedulerModel:
             self.pool.num_blocks_for(lengths[s] + given.get(s, 0) + len(of_seat)) - len(self.pool.blocks[s])
             for s, of_seat in enumerate(drafts)
         ]
-        if self.takes_too_many(sum(blocks)):
+        if self.exceeds_the_pool(sum(blocks)):
             for s, of_seat in enumerate(drafts):
                 known = lengths[s] + given.get(s, 0)
                 drafts[s] = of_seat[: self.pool.num_blocks_for(known) * self.pool.block_size - known]
@@ -181,7 +181,7 @@ class SchedulerModel:
     def may_follow(self, request: Request, turn: int) -> bool:
         return len(request.tokens) + turn < request.limit
 
-    def takes_too_many(self, num_blocks: int) -> bool:
+    def exceeds_the_pool(self, num_blocks: int) -> bool:
         return num_blocks > len(self.pool.free)
 
     def accepts(self, draft: int, token: int, request: Request) -> bool:
@@ -280,7 +280,7 @@ class SchedulerModel:
                 self.pool.blocks[seat] = self.pool.blocks[seat][:num_held]
             if not request.is_live:
                 leaving.append(seat)
-        self.pool.let_go(behind)
+        self.pool.release(behind)
         victim = planned.victim
         if victim is not None and here[victim] and victim not in leaving:
             self.num_preempted += 1

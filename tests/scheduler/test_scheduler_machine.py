@@ -393,7 +393,7 @@ class DraftsBeyondTheLimit(SchedulerModel):
 
 
 class DraftsUseBlocksOfOthers(SchedulerModel):
-    def takes_too_many(self, num_blocks):
+    def exceeds_the_pool(self, num_blocks):
         return False
 
 

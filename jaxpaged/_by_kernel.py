@@ -1,7 +1,7 @@
-"""Calls of kernels: which kernel computes a call, under every transformation of JAX.
+"""Calls of kernels: the choice of a kernel, and its behaviour under JAX's transformations.
 
 XLA cannot partition a kernel: it would silently gather every array on each device. Whether the kernel or XLA computes a
-call is decided when it is lowered, which is when its platform and its devices are known.
+call is decided when it is lowered, because only then its platform and devices are known.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ Implementation = Literal["mosaic_gpu", "xla"]
 
 @dataclasses.dataclass(frozen=True)
 class StaticHints(Hints):
-    """Static facts about a call, besides its shapes."""
+    """Static facts about a call, in addition to its shapes."""
 
-    implementation: Implementation | None = None  # named: nothing else may compute the call
+    implementation: Implementation | None = None  # if given, no other implementation may compute the call
 
 
 NO_HINTS = StaticHints()
@@ -32,30 +32,30 @@ NO_HINTS = StaticHints()
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A kernel, and how it computes a call. It holds no array, so that a jitted function can be keyed on it."""
+    """A kernel and its configuration. It holds no arrays, so it can be a static argument of a jitted function."""
 
     kernel: Kernel
-    config: Any  # the kernel's own
-    falls_back: bool = False  # whether XLA computes it if it is lowered for another platform
-    interpret: Any = None  # of `plgpu.kernel`, for interpret mode; None: for a GPU
+    config: Any  # the kernel's own type
+    falls_back: bool = False  # whether XLA computes the call if it is lowered for another platform
+    interpret: Any = None  # the `interpret` argument of `plgpu.kernel`; None: for a GPU
 
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
     """No kernel computes the call."""
 
-    message: str  # names the limit and what was received
-    is_told: bool = True  # whether XLA in its place deserves a warning: a kernel could compute
+    message: str  # the limit, and what was received
+    is_told: bool = True  # whether to warn that XLA computes the call
 
     @property
     def reason(self) -> str:
-        """The message without what was received, the same for all calls beyond one limit."""
+        """The message without what was received: the same for all calls beyond the same limit."""
         return self.message.partition("; got ")[0]
 
 
 def choose(call: Any, gpu: Gpu, hints: StaticHints, kernels: tuple[Kernel, ...]) -> Choice | Refusal:
-    """The first kernel without limits for the call, or the reason of the last. Reads no array: shapes, dtypes, and
-    which options there are."""
+    """The first kernel that supports the call, or the last kernel's reason to refuse it. Uses only shapes, dtypes and
+    the presence of options, and reads no array."""
     reason = None
     for kernel in kernels:
         reason = next(kernel.limits(call, gpu, hints), None)
@@ -66,17 +66,16 @@ def choose(call: Any, gpu: Gpu, hints: StaticHints, kernels: tuple[Kernel, ...])
 
 def computed_by_kernel[Result](
     launch: Callable[..., Result],  # (choice, *arrays) -> results
-    elsewhere: Callable[..., Result],  # the same, by XLA
+    elsewhere: Callable[..., Result],  # (choice, *arrays) -> results, by XLA
     tangents: Callable[..., tuple[Result, Result]],  # (choice, primals, tangents) -> results and their tangents
     *,
     refusal: str | None = None,
     can_be_mapped: bool = True,
 ) -> Callable[..., Result]:
-    """The function of a choice and arrays that `launch` computes, with all that JAX's transformations need: `jit`,
-    `vmap`, `grad`, other platforms, several devices, and interpret mode. See `by_kernel` for `refusal` and
-    `can_be_mapped`."""
+    """Makes `launch`, a function of a choice and arrays, work with JAX's transformations: `jit`, `vmap`, `grad`, other
+    platforms, several devices, and interpret mode. See `by_kernel` for `refusal` and `can_be_mapped`."""
 
-    # Jitted by itself: otherwise every layer of a model lowers the kernel again, 0.4 s each.
+    # Jitted, because otherwise every layer of a model would lower the kernel again, 0.4 s each.
     @functools.partial(jax.jit, static_argnums=0)
     @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
     def run(choice: Choice, *arrays: Any) -> Result:
@@ -87,7 +86,7 @@ def computed_by_kernel[Result](
         return by_kernel(kernel, by_xla, *arrays, refusal=refusal, can_be_mapped=can_be_mapped)
 
     def in_mode(choice: Choice, *arrays: Any) -> Result:
-        from pallas_kernels.common.interpret import interpret_mode  # here, so that only its callers import Mosaic
+        from pallas_kernels.common.interpret import interpret_mode  # imported here, because it imports Mosaic
 
         with interpret_mode(choice.interpret):
             return launch(choice, *arrays)
@@ -103,18 +102,18 @@ def by_kernel[Result](
     refusal: str | None = None,
     can_be_mapped: bool = True,
 ) -> Result:
-    """`kernel(*arguments)` if it is lowered for CUDA, `elsewhere(*arguments)` for other platforms.
+    """`kernel(*arguments)` if lowered for CUDA, `elsewhere(*arguments)` if lowered for another platform.
 
-    If XLA partitions the program over devices, it is `elsewhere` too, or with a `refusal` `NotImplementedError`. Inside
-    `jax.shard_map`, with check_vma or without, each device runs the kernel on its own part. Under `jax.vmap` it is
-    `elsewhere` if the kernel cannot be mapped.
+    If XLA partitions the program over devices, `elsewhere` computes it, or with a `refusal` the lowering raises
+    `NotImplementedError`. Inside `jax.shard_map`, with or without check_vma, each device runs the kernel on its own
+    part. Under `jax.vmap`, `elsewhere` computes it if the kernel cannot be mapped.
     """
     leaves, tree = jax.tree.flatten(arguments)
 
     def on_leaves(function: Callable[..., Result]) -> Callable[..., list[jax.Array]]:
         return lambda *leaves: jax.tree.leaves(function(*jax.tree.unflatten(tree, leaves)))
 
-    # Pallas accepts no types that vary over a mesh axis: the kernel gets types that do not say it.
+    # Pallas does not accept types that vary over a mesh axis, so the kernel gets types without this property.
     varying = frozenset[Any]().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     results = jax.eval_shape(lambda *leaves: kernel(*jax.tree.unflatten(tree, leaves)), *types)

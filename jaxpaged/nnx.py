@@ -226,7 +226,8 @@ def replace[M: nnx.Module](model: M, module_type: type, call: Callable[..., Any]
     on what `nnx.merge` gave, inside the step: the weights keep their names, and the model itself its attention.
 
     Args:
-        model: changed in place. Modules with modules of the type as attributes or in an `nnx.List` get others.
+        model: changed in place. Attributes, `nnx.List` and `nnx.Dict` are searched; the model itself and `nnx.data`
+            are not.
         module_type: of the modules that are replaced.
         call: gets the module, which has the weights, and what the module was called with.
 
@@ -234,7 +235,7 @@ def replace[M: nnx.Module](model: M, module_type: type, call: Callable[..., Any]
         The model.
 
     Raises:
-        ValueError: the model has no such module.
+        ValueError: none is found.
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged.nnx
@@ -251,7 +252,10 @@ def replace[M: nnx.Module](model: M, module_type: type, call: Callable[..., Any]
         if isinstance(child, module_type)
     ]
     if not owners:
-        raise ValueError(f"the model must have modules of the type; got none of {module_type.__name__}.")
+        raise ValueError(
+            f"the model must have modules of the type; got none of {module_type.__name__} in attributes, nnx.List and "
+            "nnx.Dict. The model itself, and what nnx.data holds, are not replaced."
+        )
     for parent, name in owners:
         setattr(parent, name, _Replaced(getattr(parent, name), call))
     return model

@@ -1,9 +1,9 @@
 """Checks attention on this machine against the reference: `python -m jaxpaged.selftest`.
 
-On an NVIDIA GPU since Ampere it checks the kernels, and if all are right compares their times with XLA, the rate of the
-GPU's memory and the rate of its matrix products. Elsewhere it checks what XLA computes. It prints the versions,
-tables in Markdown, and a line to report: docs/gpus.md says where. Exit codes: 0, every result is right; 1, a result is
-wrong or a kernel failed.
+On an NVIDIA GPU since Ampere it checks the kernels. If all results are right, it compares their times with XLA, with
+the GPU's memory bandwidth and with the rate of its matrix products. On other machines it checks what XLA computes.
+It prints versions, tables in Markdown, and a line to report; docs/gpus.md says where. Exit codes: 0 if every result is
+right, 1 if a result is wrong or a kernel failed.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0 if report(_device.kind(), "xla", cases.CASES, {}) else 1
     device = f"{gpu.name} {gpu.compute_capability}, driver {_device.driver() or 'unknown'}"
     is_right = report(device, "mosaic_gpu", case_names(gpu.compute_capability))
-    keep_fault(gpu, "" if is_right else "not every case is right")  # calls that name no implementation go by it
+    keep_fault(gpu, "" if is_right else "not every case is right")  # calls without a named implementation use it
     return 0 if is_right else 1
 
 

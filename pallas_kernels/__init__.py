@@ -3,13 +3,13 @@
 | folder | kernel | computes | GPUs |
 |---|---|---|---|
 | `decode` | `paged_decode` | attention of one or a few query tokens a sequence, over a paged cache | sm_80 and newer |
-| `latent` | `paged_latent` | the same on latents, of 64 heads or more | sm_90a, Hopper |
+| `latent` | `paged_latent` | the same on latents, for 64 heads or more | sm_90a, Hopper |
 | `prefill` | `paged_prefill` | attention of prompts, packed, from a paged cache | sm_90a, Hopper |
 | `prefill.portable` | `portable_prefill` | the same | sm_80 and newer |
 | `copy_blocks` | `copy_blocks` | copies of blocks within a cache | sm_90a, Hopper |
-| `common` | | what these kernels share | |
+| `common` | | code shared by these kernels | |
 
-The folder of a kernel has an equation, a picture and an order of reading in its `__init__`, which exports one object:
-its `KERNEL` (`common.interface`). `config` has the kernel's limits and cuts a call up, and does not
-import Mosaic; `kernel` has the body and `launch`.
+Each kernel's `__init__` documents its equation, its arrays and the order to read its files in, and exports one object,
+`KERNEL` (see `common.interface`). `config` has the kernel's limits and divides a call into programs; it does not import
+Mosaic. `kernel` has the body and `launch`.
 """

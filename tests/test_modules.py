@@ -291,8 +291,9 @@ def test_replaced_modules_keep_their_weights():
     for ours, theirs, own in zip(replaced(x), expected, model(x), strict=True):
         assert (ours == theirs + 1).all()
         assert (own == theirs).all()
-    with pytest.raises(ValueError, match="got none of Conv"):
-        jaxpaged.nnx.replace(model, nnx.Conv, lambda conv, x: x)
+    for other, module_type in ((model, nnx.Conv), (nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Linear)):
+        with pytest.raises(ValueError, match=f"got none of {module_type.__name__} in attributes, nnx.List"):
+            jaxpaged.nnx.replace(other, module_type, lambda module, x: x)
 
 
 def test_a_linen_type_that_the_model_does_not_call_is_an_error():

@@ -63,7 +63,7 @@ def run_slices(
         engine.add_request(prompt, SamplingParams(max_tokens=new, temperature=0))
     for _ in range(num_warm):
         engine.step()
-    before = engine.stats().num_steps_by_kind
+    before = engine.stats().steps_by_kind
     with context:
         begin = time.perf_counter()
         for _ in range(num_slices):
@@ -72,7 +72,7 @@ def run_slices(
         while engine.has_unfinished_requests:  # finish the slices that `step` has sent
             engine.step()
         wall = (time.perf_counter() - begin) * 1e3
-    return wall, {kind: count - before[kind] for kind, count in engine.stats().num_steps_by_kind.items()}
+    return wall, {kind: count - before[kind] for kind, count in engine.stats().steps_by_kind.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

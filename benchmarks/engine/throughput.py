@@ -118,7 +118,7 @@ def timed_run(engine: Engine, work: Sequence[Request], floor: Floor, **sampling:
     seconds = time.perf_counter() - begin
     require(num_tokens == wanted, f"{num_tokens} tokens instead of {wanted}")
     after = engine.stats()
-    steps = {name: count - before.num_steps_by_kind[name] for name, count in after.num_steps_by_kind.items()}
+    steps = {name: count - before.steps_by_kind[name] for name, count in after.steps_by_kind.items()}
     return dict(
         requests=len(work),
         tokens=num_tokens,

@@ -1,4 +1,4 @@
-"""Attention from a cache and an allocator, which know the tables and the scales."""
+"""Attention over a cache and an allocator, which provide the block tables, lengths and scales."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def attend(q: jax.Array, cache: KVCache | CacheLayer, allocator: BlockAllocator,
 def attend_to_history(
     q: jax.Array, cache: KVCache | CacheLayer, allocator: BlockAllocator, lengths: jax.Array, **options: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """`attend` of queries that all see the first `lengths`, int32 `[seqs]`, tokens of their sequence, and its lse."""
+    """Attention of queries that all see the first `lengths` (int32 `[seqs]`) tokens of their sequence. Returns the
+    output and the lse."""
     _check_blocks(pools_of(cache), allocator)
     _check_group(allocator, None)
     pool, block_tables = _pool_and_tables(cache, allocator)
@@ -50,8 +51,8 @@ def _pool_and_tables(cache: KVCache | CacheLayer, allocator: BlockAllocator) -> 
 def _without_passed(allocator: BlockAllocator) -> BlockAllocator:
     """The allocator with the null block in place of blocks that the window has passed.
 
-    Padding rows before new tokens read them. Another sequence may own them, whose NaN a product with the values spreads
-    to all rows.
+    Padding rows read these blocks. Another sequence may own them now, and a NaN in its values would spread to all rows
+    in a product.
     """
     if allocator.num_passed is None:
         return allocator
@@ -65,7 +66,7 @@ def _check_blocks(cache: KVCache, allocator: BlockAllocator) -> None:
     num_blocks, block_size = cache.k.shape[-4:-2]
     if block_size != allocator.block_size or num_blocks < allocator.num_blocks:
         raise ValueError(
-            "the cache must have the allocator's block_size, and its num_blocks at least; got a cache with "
+            "the cache must have the allocator's block_size and at least its num_blocks; got a cache with "
             f"{num_blocks=}, {block_size=}, and {allocator.num_blocks=}, {allocator.block_size=}."
         )
 
@@ -74,13 +75,14 @@ def _check_group(allocator: BlockAllocator, window: ArrayLike | None) -> None:
     passed = allocator.windows[0]
     if passed is not None and (window is None or (known_int(window) or 0) > passed):
         raise ValueError(
-            f"the layer's group has a window of {passed} tokens, and blocks behind it are given back: pass "
+            f"the layer's group has a window of {passed} tokens and frees the blocks before it: pass "
             f"sliding_window={passed} or less; got {window}."
         )
 
 
 def _check_layer(cache: CacheLayer, q: ArrayLike, allocator: BlockAllocator, options: Any) -> None:
-    """For `debug_checks`: `paged_attention` gets the ids in the stack, and cannot tell the ids of other layers."""
+    """Checks the layer's own block ids, for `debug_checks`: `paged_attention` gets ids in the whole stack and cannot
+    recognise the ids of another layer."""
     starts, window = options.get("query_starts"), options.get("sliding_window")
     num_new = jnp.diff(jnp.asarray(starts)) if starts is not None else jnp.shape(q)[1] if jnp.ndim(q) == 4 else 1
     window = None if window is None else jnp.asarray(window, jnp.int32)

@@ -1,4 +1,4 @@
-"""The tokens of one step: where each is written, and what it sees. A model's layers attend with it."""
+"""The `AttentionStep`: where the tokens of a step are written and what they see. A model's layers attend with it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OWN_PARTITIONS = ("num_partitions", "sliding_window")
 
 
 class LayerKeywords(TypedDict, total=False):
-    """The options of `paged_attention` that a layer has, and a step has not."""
+    """The options of `paged_attention` that belong to a layer, not to a step."""
 
     scale: ArrayLike | None
     sliding_window: ArrayLike | None
@@ -48,32 +48,32 @@ class LayerKeywords(TypedDict, total=False):
 class AttentionStep:
     """The tokens that a step computes: their sequences, where they are written, and what they see.
 
-    Functions, Flax modules and models that an `Engine` runs all attend with it: `cache, out = step.attend(q, k, v,
-    cache)` in each layer. It is a pytree, and may be passed to `jit`, `scan`, `vmap`, `remat` and `jax.export`.
+    Functions, Flax modules and models of an `Engine` all attend with it: `cache, out = step.attend(q, k, v, cache)` in
+    each layer. It is a pytree and can be passed to `jit`, `scan`, `vmap`, `remat` and `jax.export`.
 
-    Its tokens are in one of three layouts:
+    Its tokens have one of three layouts:
 
     - one token of each sequence: `slots` is `[seqs]`;
-    - several tokens of each sequence: `slots` is `[seqs, q_len]`, a sequence's newest tokens last;
-    - packed, with `query_starts`: `slots` is `[tokens]`, the tokens of one sequence after those of another. vLLM and
-      FlashAttention call `query_starts` `cu_seqlens_q`, JAX's TPU kernels `cu_q_lens`.
+    - several tokens of each sequence: `slots` is `[seqs, q_len]`, with a sequence's newest tokens last;
+    - packed, with `query_starts`: `slots` is `[tokens]`, one sequence after another. vLLM and FlashAttention call
+      `query_starts` `cu_seqlens_q`; JAX's TPU kernels call it `cu_q_lens`.
 
-    `create` makes one; an engine gives `apply` one.
+    `create` makes a step; an engine passes one to `apply`.
 
     Attributes:
-        allocator: after the `append` that made room for the tokens, so that its lengths count them.
-        slots: int32 in the step's layout, or with several groups of layers `[groups, ...]`: where each token's key and
+        allocator: the allocator after the `append` that made room for the tokens, so that its lengths count them.
+        slots: int32 in the step's layout, or `[groups, ...]` with several groups of layers: where each token's key and
             value are written; outside the pool for padding.
         positions: int32 in the step's layout, each token's position in its sequence.
-        query_starts: int32 `[seqs + 1]`, where the tokens of each sequence begin. None: they are not packed.
-        tree_mask: uint32 `[seqs, q_len, words]`, of `jaxpaged.tree_mask`: which of its sequence's new tokens each token
-            sees. None: those before it.
-        prefix_groups: sequences that begin with the same blocks, which a layer reads once if it has neither a window
-            nor a number of partitions of its own. None: each sequence reads its own.
-        adapters: int32 `[tokens]`, the adapter of each token, for `jaxpaged.lora`; -1: none. None: there are none.
-        plan: how the work of a layer without a window is cut. None: each layer decides.
-        num_partitions: into how many parts each sequence is cut, as in `paged_attention`. None: enough to fill a GPU.
-        group_index: of the group of layers that this is for; 0 before `group` is called.
+        query_starts: int32 `[seqs + 1]`, index of each sequence's first token. None: the tokens are not packed.
+        tree_mask: uint32 `[seqs, q_len, words]`, from `jaxpaged.tree_mask`: which new tokens of its sequence each token
+            sees. None: all earlier ones.
+        prefix_groups: sequences that begin with the same blocks. A layer reads these blocks once, unless it has a
+            window or its own `num_partitions`. None: each sequence reads all its blocks.
+        adapters: int32 `[tokens]`, the adapter of each token for `jaxpaged.lora`, or -1. None: no adapters.
+        plan: the partition plan of layers without a window. None: each layer decides.
+        num_partitions: number of partitions of each sequence, as in `paged_attention`. None: enough to fill a GPU.
+        group_index: index of the step's group of layers; 0 before `group` is called.
     """
 
     allocator: BlockAllocator
@@ -104,22 +104,22 @@ class AttentionStep:
         """A step of the tokens that were appended last.
 
         Args:
-            allocator: after the `append` that made room for the tokens.
-            slots: int32, what that `append` returned, `[seqs]` or `[seqs, q_len]`; or packed `[tokens]`, from
-                `BlockAllocator.slots`. With several groups of layers with an axis of groups in front.
-            positions: int32, as slots without the groups. None: the positions of the newest tokens of each sequence.
-                In a tree: each token's depth plus the length of the history.
-            query_starts: int32 `[seqs + 1]`, not descending, where each sequence's tokens begin.
+            allocator: the allocator after the `append` that made room for the tokens.
+            slots: int32 `[seqs]` or `[seqs, q_len]`, as returned by that `append`; or packed `[tokens]`, from
+                `BlockAllocator.slots`. With several groups of layers the first axis is the group.
+            positions: int32, shaped as slots without the axis of groups. None: the positions of the newest tokens of
+                each sequence. In a tree: each token's depth plus the length of the history.
+            query_starts: int32 `[seqs + 1]`, not descending, index of each sequence's first token.
             tree_mask: from `jaxpaged.tree_mask`, for tokens that are not packed.
-            prefix_groups: from `BlockAllocator.prefix_groups`, of these tokens.
-            adapters: int32 `[tokens]`.
-            num_kv_heads: of the caches; inside `jax.shard_map`, of one device's. The step then decides once how the
-                work of all layers is cut, instead of each layer: make it outside of a scan over layers. None: each
-                decides.
-            num_partitions: of each sequence, for layers that name no other number.
+            prefix_groups: from `BlockAllocator.prefix_groups`, for these tokens.
+            adapters: int32 `[tokens]`, the adapter of each token, or -1.
+            num_kv_heads: number of KV heads of the caches; inside `jax.shard_map`, of one device's caches. If given,
+                the step makes one partition plan for all layers, so make the step outside of a scan over layers. None:
+                each layer makes its own plan.
+            num_partitions: number of partitions of each sequence, for layers without their own number.
 
         Raises:
-            ValueError: slots, positions or query_starts of another shape or dtype.
+            ValueError: slots, positions or query_starts have a wrong shape or dtype.
 
         Example:
             >>> import jax.numpy as jnp, jaxpaged
@@ -139,7 +139,7 @@ class AttentionStep:
         is_packed, num_partitions = query_starts is not None, check_partitions(num_partitions)
         if slots.dtype != jnp.int32 or len(shape) not in ((1,) if is_packed else (1, 2)):
             raise ValueError(
-                "slots must be int32 [seqs], [seqs, q_len] or with query_starts [tokens], of each group of layers; "
+                "slots must be int32 [seqs], [seqs, q_len] or with query_starts [tokens], for each group of layers; "
                 f"got {slots.dtype} {list(slots.shape)} for {allocator.num_groups} groups."
             )
         if not is_packed and shape[0] != num_seqs:
@@ -180,7 +180,7 @@ class AttentionStep:
         )
 
     def group(self, index: int) -> AttentionStep:
-        """The step for the layers of one group, of a model with several `windows`.
+        """The step for one group of layers, in a model with several `windows`.
 
         Raises:
             ValueError: there is no such group.
@@ -200,32 +200,32 @@ class AttentionStep:
         interleaved: bool = False,
         **options: Unpack[LayerKeywords],
     ) -> tuple[C, jax.Array]:
-        """Writes k and v of the step's tokens to the cache, and attends from q.
+        """Writes k and v of the step's tokens to the cache, then attends with q.
 
         Args:
-            q: `[..., heads, head_dim]`, in the step's layout. A model with a batch axis may keep it as an axis of one:
+            q: `[..., heads, head_dim]`, in the step's layout. A model with a batch axis may keep it with size 1:
                 `[1, tokens, heads, head_dim]` or `[tokens, 1, heads, head_dim]`.
-            k: `[..., kv_heads, head_dim]`, with the same axes as q. None: a layer that reads the cache of another,
-                which wrote it in this step; nothing is written.
+            k: `[..., kv_heads, head_dim]`, with the same leading axes as q. None: nothing is written, because the layer
+                shares the cache of another layer that wrote it in this step.
             v: `[..., kv_heads, value_dim]`. None for a latent cache.
             cache: this layer's cache, or `CacheLayer(stack, i)`.
-            rotary_frequencies: rotate q and k by their positions, as `rotate_and_write_kv` does. None: do not.
-            interleaved: whether a rotated pair is two neighbours, instead of one number from each half of a head.
+            rotary_frequencies: rotates q and k by their positions, as `rotate_and_write_kv` does. None: no rotation.
+            interleaved: whether a rotated pair is two neighbouring numbers, instead of one from each half of a head.
             options: `scale`, `sliding_window`, `logits_soft_cap`, `alibi_slopes`, `sinks`, `num_partitions` and
                 `implementation` of `paged_attention`.
 
         Returns:
-            The new cache, and the output in q's shape but with the values' last axis.
+            The new cache, and the output in q's shape, but with the last axis of the values.
 
         Raises:
             ValueError: the last argument is no cache, the step has several groups of layers, `interleaved` without
-                `rotary_frequencies`, a cache with other blocks than the allocator's, a `sliding_window` wider than the
+                `rotary_frequencies`, the cache's blocks do not match the allocator's, a `sliding_window` wider than the
                 group's, or as in `paged_attention`.
             NotImplementedError: as in `paged_attention`.
         """
         if not isinstance(cache, KVCache | CacheLayer):
             raise ValueError(
-                f"attend(q, k, v, cache) takes the cache last, a KVCache or CacheLayer; got {type(cache).__name__}."
+                f"attend(q, k, v, cache) needs the cache last, a KVCache or CacheLayer; got {type(cache).__name__}."
             )
         check_one_group(self)
         shape, layout = q.shape, self.positions.shape
@@ -262,7 +262,7 @@ class AttentionStep:
 
 
 def check_one_group(step: AttentionStep) -> None:
-    """Raises `ValueError` for the step of several groups of layers."""
+    """Raises `ValueError` if the step has several groups of layers."""
     if step.allocator.num_groups > 1:
         raise ValueError(
             f"the step has {step.allocator.num_groups} groups of layers: call step.group(i), with the group of the "

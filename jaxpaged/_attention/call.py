@@ -1,4 +1,4 @@
-"""The arguments of the attention function, checked once and made a `Call`."""
+"""Checks the arguments of the attention function once and makes a `Call`."""
 
 from typing import Unpack
 
@@ -17,7 +17,7 @@ QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 class CallKeywords(Options, total=False):
-    """The options that `Call` is made of."""
+    """The options that become part of a `Call`."""
 
     query_starts: ArrayLike | None
     tree_mask: ArrayLike | None
@@ -36,7 +36,7 @@ def check_call(
     value_dim: int | None = None,
     **options: Unpack[Options],
 ) -> Call:
-    """Raises `ValueError` if no implementation could compute them; returns the arguments in one form."""
+    """Returns the arguments as a `Call`. Raises `ValueError` if no implementation can compute them."""
     q, k_cache, v_cache, block_tables, lengths = _as_arrays(q, k_cache, v_cache, block_tables, lengths)
     if query_starts is not None:
         query_starts = _check_starts(query_starts, q, lengths)
@@ -76,7 +76,7 @@ def _check_starts(query_starts: ArrayLike, q: jax.Array, lengths: jax.Array) -> 
     seqs = lengths.shape[0] if lengths.ndim == 1 else 0
     if query_starts.dtype != jnp.int32 or query_starts.shape != (seqs + 1,) or seqs == 0:
         raise ValueError(
-            "query_starts must be int32 [seqs + 1] for lengths [seqs], of one sequence at least; "
+            "query_starts must be int32 [seqs + 1] for lengths [seqs], with at least one sequence; "
             f"got {query_starts.dtype} {list(query_starts.shape)}, {lengths.shape=}."
         )
     return query_starts
@@ -96,7 +96,7 @@ def _check_tree_mask(value: ArrayLike, q: jax.Array) -> jax.Array:
 def _as_arrays(
     q: ArrayLike, k_cache: ArrayLike, v_cache: ArrayLike | None, block_tables: ArrayLike, lengths: ArrayLike
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]:
-    """The same as arrays, with supported dtypes."""
+    """Converts the arguments to arrays and checks their dtypes."""
     q, k_cache, v_cache = jnp.asarray(q), jnp.asarray(k_cache), None if v_cache is None else jnp.asarray(v_cache)
     block_tables, lengths = as_int32(block_tables), as_int32(lengths)
     if q.dtype not in QUERY_DTYPES:
@@ -125,7 +125,7 @@ def _check_shapes(
     *,
     seqs: int,
 ) -> int:
-    """Returns the tokens that a table row has room for."""
+    """Checks that the shapes match. Returns the number of tokens that a table row can hold."""
     if k_cache.ndim != 4:
         raise ValueError(
             f"k_cache must be [blocks, block_size, kv_heads, head_dim]; got {k_cache.shape=}. "

@@ -1,4 +1,4 @@
-"""Attention over caches whose blocks are cut over a mesh axis: each device attends to its own tokens; one merge."""
+"""Attention over caches that are sharded within blocks: each device attends to its own tokens, then one merge."""
 
 from __future__ import annotations
 
@@ -33,35 +33,36 @@ def context_parallel_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """`paged_attention` of the newest tokens of each sequence, over tokens on all devices of a mesh axis.
 
-    For use inside `jax.shard_map`. Each of the n devices holds a part of every block: device i holds the i-th
-    `block_size / n` of a block's tokens, in the allocator's `block_size`. Tables, lengths and allocator are the same
-    everywhere, and every sequence is spread evenly. Make the cache with the allocator's block size, and
-    shard it with `PartitionSpec(None, axis_name)`; write with `context_parallel_slots`.
+    For use inside `jax.shard_map`. Every block is divided evenly among the n devices: device i holds the i-th
+    `block_size / n` tokens, where `block_size` is the allocator's. Tables, lengths and allocator are the same on all
+    devices. Make the cache with the allocator's block size, shard it with `PartitionSpec(None, axis_name)`, and write
+    with `context_parallel_slots`.
 
-    Each device attends to its own tokens, and one `all_gather` of `(head_dim + 1) * 4` bytes a query and head brings
-    the outputs and lses together.
+    Each device attends to its own tokens. One `all_gather` of `(head_dim + 1) * 4` bytes per query and head then
+    collects the outputs and lses.
 
-    Several tokens a sequence are computed in runs of 64 rows (tokens times heads of a KV head) at most: a run sees the
-    blocks before its first token together, and each of its tokens sees the next few by itself. No GPU has timed it.
+    Several tokens per sequence are computed in runs of at most 64 rows (tokens times query heads per KV head). The
+    tokens of a run attend together to the blocks before the run, and separately to the blocks of the run. This case has
+    not been timed on a GPU.
 
     The layout is fixed when you create the cache. Two H200s are faster than one from about 45,000 tokens on, counted
-    over all sequences (32/8 heads, head_dim 128). For a smaller pool, make the mesh axis of one device.
+    over all sequences (32/8 heads, head_dim 128). For a smaller pool, use a mesh axis of one device.
 
     Args:
         q: `[seqs, heads, head_dim]` or `[seqs, q_len, heads, head_dim]`, as in `paged_attention`, the same on every
             device.
-        k_cache: this device's, `[blocks, block_size / n, kv_heads, head_dim]`.
-        v_cache: as `k_cache`.
-        block_tables: int32 `[seqs, max_blocks]`, of the allocator.
-        lengths: int32 `[seqs]`, of the allocator, in tokens.
-        axis_name: the mesh axis.
+        k_cache: this device's keys, `[blocks, block_size / n, kv_heads, head_dim]`.
+        v_cache: this device's values, as `k_cache`.
+        block_tables: int32 `[seqs, max_blocks]`, the allocator's tables.
+        lengths: int32 `[seqs]`, the allocator's lengths, in tokens.
+        axis_name: name of the mesh axis.
         sinks: f32 `[heads]`, as in `paged_attention`.
         options: `scale`, `logits_soft_cap`, `k_scale`, `v_scale`, `num_partitions` and `implementation` of
             `paged_attention`; the scales are this device's.
 
     Returns:
         The output, in q's shape and dtype, and the lse, f32 `[seqs, heads]` or `[seqs, q_len, heads]`; the same on
-            every device. Each device's output is rounded to q's dtype before the merge, which is float32.
+            every device. Each device's output is rounded to q's dtype before the merge in float32.
 
     Raises:
         ValueError: as `paged_attention`.
@@ -82,13 +83,14 @@ def context_parallel_attention(
         (1, 4, 64)
 
     References:
-        Dao et al., Flash-Decoding for long-context inference, 2023, across devices.
+        Dao et al., Flash-Decoding for long-context inference, 2023; here its parts are devices.
     """
     arrays = q, k_cache, v_cache, block_tables, lengths
     checked = "scale", "k_scale", "v_scale", "value_dim"
     call = check_call(*arrays, sinks=sinks, **{name: x for name, x in options.items() if name in checked})  # type: ignore[arg-type]
-    call = dataclasses.replace(call, lengths=as_int32(lengths))  # on all devices: they may exceed one device's tables
-    if sinks is not None:  # once, on the first device
+    # The lengths count the tokens of all devices and may exceed what this device's part of the blocks can hold.
+    call = dataclasses.replace(call, lengths=as_int32(lengths))
+    if sinks is not None:  # only the first device applies them
         sinks = jnp.where(jax.lax.axis_index(axis_name) == 0, sinks, -jnp.inf)
     if call.q.shape[1] == 1:
         own_lengths = _own_lengths(call.lengths, call.block_size, axis_name)
@@ -109,12 +111,12 @@ def context_parallel_slots(slots: ArrayLike, *, block_size: int, axis_name: str)
     """This device's slots of new tokens, for a cache that `context_parallel_attention` reads.
 
     Args:
-        slots: int32 `[...]`, of the allocator.
-        block_size: of this device's cache, `cache.k.shape[-3]`.
-        axis_name: the mesh axis.
+        slots: int32 `[...]`, the allocator's slots.
+        block_size: block size of this device's cache, `cache.k.shape[-3]`.
+        axis_name: name of the mesh axis.
 
     Returns:
-        int32 `[...]`; -1, which writes nothing, for tokens of other devices.
+        int32 `[...]`; -1, which is not written, for tokens of other devices.
     """
     slots = as_int32(slots)
     size = block_size * jax.lax.axis_size(axis_name)
@@ -126,11 +128,11 @@ def context_parallel_slots(slots: ArrayLike, *, block_size: int, axis_name: str)
 def _attend_in_runs(
     call: Call, axis_name: str, sinks: jax.Array | None, options: ContextKeywords
 ) -> tuple[jax.Array, jax.Array]:
-    """Over this device's tokens: out [seqs, q_len, heads, head_dim] and lse f32 [seqs, q_len, heads].
+    """Attention over this device's tokens: out [seqs, q_len, heads, head_dim] and lse f32 [seqs, q_len, heads].
 
-    How many of this device's tokens a query sees in the blocks of its run depends on its own position. So there are two
-    calls: one on all blocks before the run, in which the tokens of a run are heads of one token, and one on the blocks
-    of the run, in which each token is a sequence.
+    In the blocks of its run, the number of this device's tokens that a query sees depends on the query's position. So
+    there are two calls: one on all blocks before the run, with the tokens of a run as heads of one token, and one on
+    the blocks of the run, with each token as a sequence.
     """
     seqs, q_len, heads, head_dim = call.q.shape
     block_size, caches = call.block_size, (call.k_cache, call.v_cache)
@@ -147,19 +149,19 @@ def _attend_in_runs(
     before = paged_attention(*arrays, return_lse=True, **options)
     out, lse = (join_uniform(x, whole) for x in before)
 
-    # A run of tokens reaches into one block more than it fills.
+    # A run may reach into one more block than it fills.
     blocks_before = jnp.repeat(blocks_before, run, axis=1)[:, -q_len:, None]  # [seqs, q_len, 1]
     entries = blocks_before + jnp.arange(-(-(run - 1) // size) + 1, dtype=jnp.int32)[None, None]
     entries = jnp.minimum(entries, call.block_tables.shape[1] - 1)
     tables = jnp.take_along_axis(call.block_tables[:, None], entries, axis=2)
-    behind = _own_lengths(positions[:, -q_len:] + 1, block_size, axis_name) - blocks_before[..., 0] * block_size
-    arrays = call.q.reshape(-1, heads, head_dim), *caches, tables.reshape(seqs * q_len, -1), behind.reshape(-1)
+    run_lengths = _own_lengths(positions[:, -q_len:] + 1, block_size, axis_name) - blocks_before[..., 0] * block_size
+    arrays = call.q.reshape(-1, heads, head_dim), *caches, tables.reshape(seqs * q_len, -1), run_lengths.reshape(-1)
     own_out, own_lse = paged_attention(*arrays, sinks=sinks, return_lse=True, **options)
     return merge_attention(out, lse, own_out.reshape(out.shape), own_lse.reshape(lse.shape))
 
 
 def _own_lengths(lengths: jax.Array, block_size: int, axis_name: str) -> jax.Array:
-    """How many of the tokens are this device's, int32 like `lengths`; they are the first of its slots."""
+    """Number of each sequence's tokens on this device, int32 in the shape of `lengths`. They fill its first slots."""
     size = block_size * jax.lax.axis_size(axis_name)
     rest = lengths % size - jax.lax.axis_index(axis_name) * block_size
     return lengths // size * block_size + jnp.clip(rest, 0, block_size)

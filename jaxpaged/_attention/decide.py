@@ -1,4 +1,4 @@
-"""Which kernel computes a call on this machine, if one does and is right here."""
+"""Decides which kernel computes a call on this machine, or that XLA computes it."""
 
 from jaxpaged import _device
 from jaxpaged._attention.kernels import KERNELS
@@ -9,10 +9,11 @@ from pallas_kernels.common.interface import Call
 
 
 def decide(call: Call, hints: StaticHints, gpu: Gpu | None = None, *, computes: bool = False) -> Choice | Refusal:
-    """How the kernels compute the call on a GPU, by default JAX's default device; a refusal if XLA does.
+    """The kernel for a call on a GPU (default: JAX's default device), or a refusal if XLA computes it.
 
-    `computes`: the call is computed or traced now. Then the self-test may run, and a warning says why XLA computes what
-    a kernel could have. Raises `NotImplementedError` if the kernels were named and all refuse the call.
+    `computes` means that the call is computed or traced now. Then the self-test may run, and if a kernel could have
+    computed the call, a warning says why XLA does. Raises `NotImplementedError` if `implementation="mosaic_gpu"` and
+    all kernels refuse the call.
     """
     if hints.implementation == "xla":
         return Refusal('the call names implementation="xla".', is_told=False)
@@ -33,6 +34,6 @@ def decide(call: Call, hints: StaticHints, gpu: Gpu | None = None, *, computes: 
 
 
 def check_new_gpu() -> None:
-    """The self-test, if JAX's default device is of a kind that needs one. Outside of a trace."""
+    """Runs the self-test if JAX's default device needs one. Must be called outside of a trace."""
     if _device.is_gpu():
         find_fault(_device.gpu(), ())

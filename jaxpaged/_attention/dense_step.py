@@ -1,4 +1,4 @@
-"""`AttentionStep` without a cache: whole sequences in plain jnp, which can be differentiated."""
+"""`AttentionStep` without a cache: differentiable attention of whole sequences in plain jnp."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DenseStep:
     """The result of `dense_step`.
 
     Attributes:
-        positions: int32 `[tokens]`, of each token in its sequence.
+        positions: int32 `[tokens]`, each token's position in its sequence.
         seqs: int32 `[tokens]`, the sequence of each token.
         adapters: int32 `[tokens]`, or None.
     """
@@ -36,7 +36,7 @@ class DenseStep:
     adapters: jax.Array | None
 
     def group(self, index: int) -> DenseStep:
-        """The same for all groups of layers."""
+        """The step itself, which is the same for all groups of layers."""
         return self
 
     def attend[C](
@@ -50,7 +50,7 @@ class DenseStep:
         interleaved: bool = False,
         **options: Unpack[LayerKeywords],
     ) -> tuple[C, jax.Array]:
-        """As `AttentionStep.attend`, with no history. The cache is returned as it is, and may be None unless v is."""
+        """As `AttentionStep.attend`, without history. Returns the cache unchanged; it may be None unless v is None."""
         check_interleaved("rotary_frequencies", rotary_frequencies, interleaved=interleaved)
         shape, value_dim, is_latent = q.shape, None, v is None
         if is_latent:
@@ -81,21 +81,22 @@ def dense_step(
 ) -> DenseStep:
     """A step of whole sequences, without a cache, for the `apply` of an `Engine`.
 
-    With it the same `apply` computes a learner's forward pass under `jax.grad`, and the expected values of your tests:
+    With it the same `apply` computes the forward pass for training under `jax.grad`, or expected values in tests:
     `_, hidden = apply(weights, tokens, step.positions, caches, step)`. Attention is plain jnp in float32, with
-    `[heads, tokens, tokens]` logits. For a batch, map `apply` over its sequences with `jax.vmap`.
+    `[heads, tokens, tokens]` logits. For a batch, map `apply` over the sequences with `jax.vmap`.
 
     Args:
-        num_tokens: of all sequences.
-        query_starts: int32 `[seqs + 1]`, where each sequence begins, from 0 to `num_tokens`. None: there is one.
+        num_tokens: number of tokens of all sequences.
+        query_starts: int32 `[seqs + 1]`, index of each sequence's first token, from 0 to `num_tokens`. None: a single
+            sequence.
         adapters: int32 `[tokens]`, as in `AttentionStep`.
 
     Returns:
-        An object with the `attend`, `group`, `positions` and `adapters` of an `AttentionStep`. Caches go through it
-        unchanged, and may be None, except those of latent layers.
+        An object with the `attend`, `group`, `positions` and `adapters` of an `AttentionStep`. It returns caches
+        unchanged. A cache may be None, except in latent layers.
 
     Raises:
-        ValueError: a number of tokens below 1, or other shapes.
+        ValueError: `num_tokens` is below 1, or an array has a wrong shape or dtype.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpaged

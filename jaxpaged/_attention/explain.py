@@ -1,4 +1,4 @@
-"""Which kernel computes a call, told to a user."""
+"""Explains to a user which kernel computes a call."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from pallas_kernels.common.interface import Call
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """How a call of `paged_attention` is computed. `str` of it is for reading."""
+    """How a call of `paged_attention` is computed. Print it to read it."""
 
     implementation: Literal["mosaic_gpu", "xla"]
     reason: str  # why no kernel computes the call; empty if one does
-    kernel: str | None  # as a profile names it; None for "xla"
+    kernel: str | None  # its name in profiles; None for "xla"
     config: Any  # the kernel's `Config`; None for "xla"
-    # Into how many partitions each sequence is cut: "plan": by its length. None for "xla".
+    # Partitions of each sequence; "plan" if they depend on its length. None for "xla".
     num_partitions: int | Literal["plan"] | None
-    # With prefix groups: the call on the shared blocks, and this one is on the others.
+    # With prefix groups: the call on the shared blocks. The other fields are then for the call on the other blocks.
     shared: Explanation | None = None
-    _title: str = dataclasses.field(default="", repr=False)  # the kernel's
+    _title: str = dataclasses.field(default="", repr=False)  # the kernel's title
 
     def __str__(self) -> str:
         if self.kernel is None:
@@ -52,11 +52,11 @@ def explain(
     return_lse: bool = False,
     **options: Unpack[AttentionKeywords],
 ) -> Explanation:
-    """Says which kernel computes a call of `paged_attention`, in which configuration, or why none does.
+    """Explains which kernel computes a call of `paged_attention`, in which configuration, or why none does.
 
-    Nothing runs and no array is read: any array may be a `jax.ShapeDtypeStruct`. Pass numbers as the call does: a
-    window that is a number counts, one in an array is not known beforehand. For arrays on several devices, pass the
-    shapes of one device's parts.
+    Nothing runs and no array is read, so any array may be a `jax.ShapeDtypeStruct`. Pass options in the same form as
+    the call: a sliding window is known beforehand only as a number, not in an array. For arrays on several devices,
+    pass the shapes on one device.
 
     Args:
         q: as in `paged_attention`.
@@ -64,16 +64,16 @@ def explain(
         v_cache: as in `paged_attention`.
         block_tables: as in `paged_attention`.
         lengths: as in `paged_attention`.
-        gpu: "A100", "L4", "H100", "H200" or "B200"; by default JAX's default device.
-        return_lse: changes nothing here.
+        gpu: "A100", "L4", "H100", "H200" or "B200"; default: JAX's default device.
+        return_lse: has no effect here.
         options: the other options of `paged_attention`.
 
     Returns:
-        The `Explanation`: print it.
+        The `Explanation`; print it to read it.
 
     Raises:
-        ValueError: as `paged_attention`; another gpu.
-        NotImplementedError: as `paged_attention`, if the kernels are named and refuse the call.
+        ValueError: as `paged_attention`, or an unknown `gpu`.
+        NotImplementedError: as `paged_attention`, if `implementation="mosaic_gpu"` and the kernels refuse the call.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpaged
@@ -84,7 +84,7 @@ def explain(
         paged_decode
         >>> wide = jax.ShapeDtypeStruct(pool.shape, jnp.float32)
         >>> print(jaxpaged.debug.explain(q, wide, wide, tables, lengths, gpu="H100"))
-        xla: the decode kernel takes a cache in q's dtype, in float8_e4m3fn, float8_e5m2 or int8; got \
+        xla: the decode kernel supports a cache in q's dtype, in float8_e4m3fn, float8_e5m2 or int8; got \
 cache_dtype=float32, q_dtype=bfloat16.
     """
     on = None if gpu is None else _device.named(gpu)

@@ -1,4 +1,4 @@
-"""The kernels of attention, and how a call is given to one: its query tokens cut in runs, or packed."""
+"""The attention kernels, and the launch of one: query tokens are split into runs, or packed."""
 
 import dataclasses
 
@@ -12,13 +12,14 @@ from pallas_kernels import decode, latent, prefill
 from pallas_kernels.common.interface import Call, given
 from pallas_kernels.prefill import portable
 
-# The fastest comes first. Two kernels, one on Hopper and one elsewhere, compute packed query tokens, several tokens of
-# a sequence with more than 32 rows (query tokens times heads of a KV head), and single ones with more than 64. The next
-# one computes latents of 64 heads, 128 and so on, without options, on Hopper. The last computes all other calls, with
-# up to 64 rows, and longer queries in runs; a tree must fit one run.
+# The first kernel that supports a call computes it. The prefill kernels, one for Hopper and one for other GPUs, compute
+# packed query tokens, several tokens per sequence with more than 32 rows (query tokens times query heads per KV head),
+# and single tokens with more than 64 rows. The latent kernel computes latents with a multiple of 64 heads and no
+# options, on Hopper. The decode kernel computes all other calls: up to 64 rows, or more in runs; a tree must fit into
+# one run.
 KERNELS = (prefill.KERNEL, portable.KERNEL, latent.KERNEL, decode.KERNEL)
 
-Results = tuple[jax.Array, jax.Array]  # out, of `Call.out_shape`, in q's dtype, and its lse, f32
+Results = tuple[jax.Array, jax.Array]  # out, in the shape `Call.out_shape` and q's dtype, and its lse, f32
 
 
 def launch(choice: Choice, call: Call) -> Results:
@@ -40,7 +41,7 @@ def launch(choice: Choice, call: Call) -> Results:
 
 
 def _packed(call: Call) -> Call:
-    """A uniform call as a packed one: the query tokens of one sequence after the other."""
+    """Converts a uniform call to a packed one."""
     if call.query_starts is not None:
         return call
     seqs, q_len, heads, head_dim = call.q.shape

@@ -1,4 +1,4 @@
-"""Attention over two sets of tokens, merged from the attention over each."""
+"""Merges the attention over two sets of tokens."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from pallas_kernels.common import merge_parts
 def merge_attention(
     out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over the tokens of a and b together, from the outputs and lses over each.
+    """Attention over the tokens of a and b together, from the outputs and lses of each.
 
         lse = log(exp(lse_a) + exp(lse_b))
         out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
 
-    Computed in float32 and rounded once. A token that both saw counts twice, and so does a sink: pass `sinks` to one
-    of the two calls only.
+    Computed in float32 and rounded once. A token that both calls saw counts twice, and so does a sink, so pass `sinks`
+    to only one of the calls.
 
     Args:
-        out_a: `[..., heads, head_dim]`, as `paged_attention(..., return_lse=True)` returns it.
+        out_a: `[..., heads, head_dim]`, from `paged_attention(..., return_lse=True)`.
         lse_a: f32 `[..., heads]`, natural logarithm; -inf if no token was seen.
         out_b: as `out_a`.
         lse_b: as `lse_a`.
 
     Returns:
-        The output, in the dtype of `out_a`, and the lse. If both lses are -inf, zeros and -inf, and gradients of zero.
+        The output, in the dtype of `out_a`, and the lse. If both lses are -inf, the output is zero, the lse is -inf and
+        gradients are zero.
 
     Raises:
-        ValueError: shapes or dtypes that differ.
+        ValueError: the shapes or dtypes differ.
 
     Example:
         >>> import jax.numpy as jnp, jaxpaged

@@ -1,4 +1,4 @@
-"""The options of attention: checked, and made arrays."""
+"""Checks the options of attention and converts them to arrays."""
 
 from typing import TypedDict
 
@@ -10,13 +10,13 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxpaged._integers import saturated
 from pallas_kernels.common.interface import AttentionOptions
 
-# With a larger cap, cap * tanh(x / cap) is x. With this one, x / cap is flushed to zero only for logits below
-# 1e30 * 2^-126, 1e-8; with infinity the result is NaN.
+# Larger caps are lowered to this one, with which cap * tanh(x / cap) is x. (x / cap underflows only for logits below
+# 1e30 * 2^-126, or 1e-8.) With an infinite cap the result would be NaN.
 MOST_CAP = 1e30
 
 
 class Options(TypedDict, total=False):
-    """The options of `paged_attention` that change what is computed, as a caller passes them."""
+    """The options of `paged_attention` that change its result, as a caller passes them."""
 
     scale: ArrayLike | None
     sliding_window: ArrayLike | None
@@ -44,7 +44,7 @@ def check_options(
     if is_latent:
         if scale is None:
             raise ValueError(
-                "a latent cache needs scale: that of the queries before they were absorbed, "
+                "a latent cache needs scale, from the width of the queries before absorption: "
                 "(numbers without a position + rotary numbers) ** -0.5; got scale=None."
             )
         if v_scale is not None:
@@ -75,10 +75,10 @@ def optional(
     *,
     positive: bool = False,
 ) -> jax.Array | None:
-    """An option as an array of `dtype`. Its shape and kind are checked, and its sign if it is known."""
+    """An option as an array of `dtype`. Checks its shape and kind, and its sign if the value is known."""
     if value is None:
         return None
-    # Under jit an option that is a plain number is still known: NumPy looks at it before JAX makes a tracer of it.
+    # Under jit a plain number is still known: NumPy reads it before JAX makes a tracer of it.
     array = value if isinstance(value, jax.Array) else np.asarray(value)
     if array.shape != shape:
         raise ValueError(f"{name} must have shape {list(shape)}; got {list(array.shape)}.")
@@ -88,17 +88,17 @@ def optional(
     if positive and isinstance(array, np.ndarray) and not (array > 0).all():
         raise ValueError(f"{name} must be positive; got {name}={value}. Pass None to leave it out.")
     if dtype == jnp.int32:
-        array = saturated(array)  # a window that is larger still is none either
+        array = saturated(array)  # a larger window also means no window
     return jnp.asarray(array, dtype)
 
 
 def known_int(value: ArrayLike | None) -> int | None:
-    """A number of Python's or NumPy's; None for an array of JAX's, which may have its value at run time only."""
+    """The value of a Python or NumPy number; None for a JAX array, whose value may only be known at run time."""
     return None if value is None or isinstance(value, jax.Array) else int(np.asarray(value))
 
 
 def check_partitions(num_partitions: int | None) -> int | None:
-    """A number as a Python int. Raises `ValueError` for a number that no call can have."""
+    """The number as a Python int. Raises `ValueError` for a number that no call can have."""
     if num_partitions is None:
         return None
     if (
@@ -116,7 +116,7 @@ def check_partitions(num_partitions: int | None) -> int | None:
 def _cache_scale(name: str, value: ArrayLike | None, cache_shape: tuple[int, ...]) -> jax.Array | None:
     """A scale of the cache in one of three shapes: `[]`, `[kv_heads]` or `[blocks, block_size, kv_heads]`.
 
-    Leading axes of 1 are dropped, and a single number is one of the tensor, however many axes of 1 it has.
+    Leading axes of size 1 are dropped. A single number is a scale per tensor, whatever its number of axes.
     """
     if value is None:
         return None
@@ -129,7 +129,7 @@ def _cache_scale(name: str, value: ArrayLike | None, cache_shape: tuple[int, ...
         array = array.reshape(wanted)
     if array.shape not in ((), wanted, cache_shape):
         hint = (
-            " For one layer of a stack take the scales of jaxpaged.CacheLayer(stack, layer).pool."
+            " For one layer of a stack pass the scales of jaxpaged.CacheLayer(stack, layer).pool."
             if array.ndim in (2, 4)
             else ""
         )

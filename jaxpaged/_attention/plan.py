@@ -1,4 +1,4 @@
-"""Partitions by true lengths: the plan of a step."""
+"""The partition plan of a step, by true lengths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ public_state(PartitionPlan)
 
 
 def plan_step(lengths: jax.Array, *, num_kv_heads: int, q_len: int, capacity: int) -> PartitionPlan | None:
-    """The plan that the calls of a step make by default without a window; None: they make none."""
+    """The plan that calls of a step without a window would make by default; None if they would make none."""
     try:
         gpu = _device.gpu()
     except NotImplementedError:
@@ -24,10 +24,10 @@ def plan_step(lengths: jax.Array, *, num_kv_heads: int, q_len: int, capacity: in
 
 
 def make_plan(lengths: jax.Array, *, num_kv_heads: int, q_len: int = 1) -> PartitionPlan:
-    """Partitions shared out by the true lengths, int32 `[seqs]`, whether it pays or not.
+    """A plan for true lengths, int32 `[seqs]`, whether it pays or not.
 
-    A plan only decides which program computes what: one of other lengths gives the same results up to rounding, more
-    slowly.
+    A plan only assigns work to programs: with a plan for other lengths the results are the same up to rounding, but
+    slower.
     """
     try:
         at_once = partition_plan.programs_at_once(_device.gpu().num_sms, num_kv_heads)

@@ -1,4 +1,4 @@
-"""The public attention function: checks, then one implementation."""
+"""The public attention function: checks its arguments and calls an implementation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pallas_kernels.common.partition_plan import PartitionPlan
 
 
 class ContextKeywords(TypedDict, total=False):
-    """The options of `paged_attention` that do not depend on the positions of tokens."""
+    """The options of `paged_attention` that do not depend on token positions."""
 
     scale: ArrayLike | None
     logits_soft_cap: ArrayLike | None
@@ -32,7 +32,7 @@ class ContextKeywords(TypedDict, total=False):
 
 
 class AttentionKeywords(CallKeywords, total=False):
-    """The options that every caller of `paged_attention` passes on."""
+    """The options that all callers of `paged_attention` pass on."""
 
     prefix_groups: PrefixGroups | None
     num_partitions: int | None
@@ -89,8 +89,8 @@ def paged_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of the newest tokens of each sequence over its paged cache.
 
-    For query head h at position n, with t over the tokens that it sees (those up to itself, and with a window the last
-    `sliding_window` of them), and its KV head g, `h // (heads // kv_heads)`:
+    For query head h at position n, its KV head g = `h // (heads // kv_heads)`, and t over the tokens that the query
+    sees (all up to itself, or with a window the last `sliding_window` of these):
 
         x[t] = scale * dot(q[h], k[t, g])
         x[t] = cap * tanh(x[t] / cap)                with a soft cap
@@ -98,67 +98,71 @@ def paged_attention(
         lse = log(sum(exp(x[t])) + exp(sink[h]))     the last term with sinks
         out = sum(exp(x[t] - lse) * v[t, g])
 
-    Only blocks with tokens that some query sees are read. Table entries past the length or before the window, and
-    cache slots past the length, may hold anything, NaN included. Softmax and sums are float32; the output is rounded
-    once. Ids are clamped to the pool, and lengths to what a table row can hold: nothing outside the pool is read.
+    Only blocks with a token that some query sees are read. Table entries past the length or before the window, and
+    cache slots past the length, may hold anything, including NaN. Softmax and sums are float32, and the output is
+    rounded once. Ids are clamped to the pool and lengths to the capacity of a table row, so nothing outside the pool is
+    read.
 
     Args:
         q: float32, bfloat16 or float16 `[seqs, heads, head_dim]`, the newest token of each sequence, or
-            `[seqs, q_len, heads, head_dim]`, its newest `q_len`, the newest last. A row before the start of a
-            sequence shorter than q_len is padding: its output is zero, its lse -inf.
-        k_cache: `[blocks, block_size, kv_heads, head_dim]`, in q's dtype, another of those, or float8_e4m3fn,
-            float8_e5m2 or int8.
-        v_cache: as `k_cache`, `[blocks, block_size, kv_heads, value_dim]`. None: a latent cache, see `value_dim`.
-        block_tables: int32 `[seqs, max_blocks]`, the ids of each sequence's blocks in order.
-        lengths: int32 `[seqs]`, tokens in each sequence, the ones of `q` included. Length 0 gives zeros, lse -inf.
-        query_starts: int32 `[seqs + 1]`, not descending. With it q is `[tokens, heads, head_dim]`, and the newest
-            tokens of sequence s are `query_starts[s] : query_starts[s + 1]`, any number of them, 0 and 1 included.
-            Rows before the first and past the last are padding: zeros, lse -inf. A batch of single tokens is faster
-            without it: "mosaic_gpu" works on items of up to 128 rows.
-        scale: float or f32 `[]`; `head_dim ** -0.5` by default, except for a latent cache. May be traced, as may the
-            next two.
-        sliding_window: int or int32 `[]`, in tokens: each query sees itself and the `sliding_window - 1` before it.
-            Only a number, not a `jax.Array`, lets "mosaic_gpu" choose its partitions for the window.
+            `[seqs, q_len, heads, head_dim]`, its newest `q_len` tokens with the newest last. If a sequence is shorter
+            than q_len, the rows before its start are padding: their output is zero and their lse -inf.
+        k_cache: `[blocks, block_size, kv_heads, head_dim]`, in a dtype that q may have, float8_e4m3fn, float8_e5m2 or
+            int8.
+        v_cache: `[blocks, block_size, kv_heads, value_dim]`, in the dtype of `k_cache`. None: a latent cache, see
+            `value_dim`.
+        block_tables: int32 `[seqs, max_blocks]`, block ids of each sequence in order.
+        lengths: int32 `[seqs]`, tokens of each sequence, including those of `q`. For length 0 the output is zero and
+            the lse -inf.
+        query_starts: int32 `[seqs + 1]`, not descending. With it q is packed, `[tokens, heads, head_dim]`, and the
+            newest tokens of sequence s are `query_starts[s] : query_starts[s + 1]`, possibly none. Rows before the
+            first sequence and after the last are padding: their output is zero and their lse -inf. For a batch of
+            single tokens the call without query_starts is faster, because "mosaic_gpu" computes packed tokens in items
+            of up to 128 rows.
+        scale: float or f32 `[]`; default `head_dim ** -0.5`, required for a latent cache. `scale`, `sliding_window` and
+            `logits_soft_cap` may be traced.
+        sliding_window: int or int32 `[]`, in tokens: each query sees itself and the `sliding_window - 1` tokens before
+            it. "mosaic_gpu" chooses its partitions for the window only if it is a number, not a `jax.Array`.
         logits_soft_cap: float or f32 `[]`: `cap * tanh(logit / cap)`, after the scale and before ALiBi.
-            1e30 and more, infinity included, means no cap.
-        alibi_slopes: f32 `[heads]`, the penalty per token of distance.
-        sinks: f32 `[heads]`, one more logit a head in the denominator; it is part of the lse.
-        k_scale: the factor of the stored keys, f32: `[]`, one for all; `[kv_heads]`, one for each KV head; or
-            `[blocks, block_size, kv_heads]`, one for each slot and KV head: `k_cache * k_scale[..., None]`. Scales of
-            unused slots never reach the output. Pass `cache.k_scale`. An int8 cache needs both scales.
-        v_scale: the factor of the stored values, shaped as `k_scale` may be.
-        tree_mask: uint32 `[seqs, q_len, words]`, of `jaxpaged.tree_mask`, in calls without `query_starts`: bit `j % 32`
-            of word `j // 32` says whether a query sees the j-th of its sequence's q_len tokens. It always sees itself
-            and all tokens before these, never one behind itself. Any bits will do, whatever the tokens that a query
-            sees see themselves. A token's position n is the number of tokens that it sees before itself: in a tree its
-            position in its branch, so that windows and ALiBi work as they would on the branch alone. Give the same
-            positions to the rotary embedding. "mosaic_gpu" takes a tree of up to 64 rows, `q_len * heads / kv_heads`,
-            of a latent cache fewer, without a window and ALiBi.
-        prefix_groups: what `BlockAllocator.prefix_groups` returns after the `append`: blocks that several sequences
+            1e30 or more, including infinity, means no cap.
+        alibi_slopes: f32 `[heads]`, penalty per token of distance.
+        sinks: f32 `[heads]`, one more logit per head in the denominator, which is part of the lse.
+        k_scale: f32, factor of the stored keys: `[]`, one for all; `[kv_heads]`, one per KV head; or
+            `[blocks, block_size, kv_heads]`, one per slot and KV head: `k_cache * k_scale[..., None]`. Scales of
+            unused slots never affect the output. Pass `cache.k_scale`. An int8 cache needs both scales.
+        v_scale: f32, factor of the stored values, with the same choice of shapes as `k_scale`.
+        tree_mask: uint32 `[seqs, q_len, words]`, from `jaxpaged.tree_mask`, for calls without `query_starts`. Bit
+            `j % 32` of word `j // 32` says whether a query sees the j-th of its sequence's q_len tokens. A query always
+            sees itself and all tokens before the q_len newest, and never a later token. The bits need not form a tree.
+            A token's position n is the number of tokens that it sees before itself. In a tree this is its position in
+            its branch, so that windows and ALiBi work as on the branch alone; use the same positions for rotary
+            embeddings. "mosaic_gpu" supports a tree of up to 64 rows (`q_len * heads / kv_heads`), fewer with a latent
+            cache, without a window and ALiBi.
+        prefix_groups: the result of `BlockAllocator.prefix_groups` after the `append`. Blocks that several sequences
             begin with are then read once for all of them. With a window or ALiBi every sequence reads its own blocks.
-            Results differ by rounding: the two parts of an output are rounded to q's dtype before they are added up.
-        value_dim: for a latent cache only, whose values are the first `value_dim` numbers of the keys: multi-head
-            latent attention. q is absorbed, `[..., heads, latent + rotary]`, and the output `[..., heads, latent]`.
-            Pass `cache.value_dim`, and `scale`, which does not follow from the width.
-        num_partitions: into how many parts each sequence is cut; they are computed side by side and then merged. With
-            a number, a sequence's output does not depend on its batch neighbours. None: 1 on a CPU; on a GPU enough to
-            fill it, or a plan if some sequences may be much longer than others.
+            Results differ by rounding, because both parts of an output are rounded to q's dtype before they are merged.
+        value_dim: for a latent cache (multi-head latent attention) only: the values are the first `value_dim` numbers
+            of the keys. q is absorbed, `[..., heads, latent + rotary]`, and the output is `[..., heads, latent]`. Pass
+            `cache.value_dim`, and `scale`, which does not follow from the width.
+        num_partitions: number of partitions of each sequence, which are computed in parallel and then merged. With a
+            number, a sequence's output does not depend on the other sequences of the batch. None: 1 on a CPU; on a GPU
+            enough to fill it, or a plan if some sequences may be much longer than others.
         return_lse: also return the lse.
-        implementation: "mosaic_gpu", kernels for NVIDIA GPUs, with q in bfloat16 or float16 and a cache in q's dtype or
-            of 8 bits; "xla", anything anywhere; None: "mosaic_gpu" if JAX's default device is an NVIDIA GPU since
-            Ampere, the call is lowered for it and the kernels take these arguments, otherwise "xla": `explain` says
-            which, and why. On other GPUs than Hopper a self-test comes first, once, and if it fails
-            "xla" computes, with a warning: see the guide. A named implementation never falls back.
+        implementation: "mosaic_gpu": kernels for NVIDIA GPUs, with q in bfloat16 or float16 and a cache in q's dtype or
+            8-bit. "xla": all arguments on all platforms. None: "mosaic_gpu" if JAX's default device is an NVIDIA GPU
+            since Ampere, the call is lowered for it and the kernels support the arguments, otherwise "xla"; `explain`
+            says which and why. On GPUs other than Hopper a self-test runs once before; if it fails, "xla" computes the
+            call and a warning says so (see the guide). A named implementation never falls back.
 
     Returns:
-        The output, of q's shape and dtype, its last axis that of the values; with `return_lse` also the lse, natural
-        logarithm, f32 `[seqs, heads]`, `[seqs, q_len, heads]` or `[tokens, heads]`.
+        The output, in q's dtype and shape, but with the last axis of the values. With `return_lse` also the
+        lse (natural logarithm), f32 `[seqs, heads]`, `[seqs, q_len, heads]` or `[tokens, heads]`.
 
     Raises:
-        ValueError: no implementation could take these arguments; the message quotes what was received.
-        NotImplementedError: the named implementation cannot take them. Also when the call is lowered, if the kernels
-            get arrays on several devices of an auto mesh outside of `jax.shard_map`, or "mosaic_gpu" was named and the
-            platform is no NVIDIA GPU.
+        ValueError: no implementation supports these arguments; the message quotes what was received.
+        NotImplementedError: the named implementation does not support them. Also when the call is lowered, if the
+            kernels get arrays on several devices of an auto mesh outside of `jax.shard_map`, or if "mosaic_gpu" was
+            named and the platform is not an NVIDIA GPU.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpaged
@@ -211,7 +215,7 @@ def planned_attention(
     implementation: Implementation | None = None,
     **options: Unpack[CallKeywords],
 ) -> Any:
-    """`paged_attention` by the partition plan of a step; None: it makes its own if that pays."""
+    """`paged_attention` with the partition plan of a step. Without one the call makes its own if that pays."""
     call, hints = check(
         (q, k_cache, v_cache, block_tables, lengths),
         num_partitions=num_partitions,
@@ -240,7 +244,7 @@ def whole_attention(
     implementation: Implementation | None,
     return_lse: Literal[True],  # for `on_shards`
 ) -> tuple[jax.Array, jax.Array]:
-    """`paged_attention` of queries that see all of `lengths`, where no query's own token is."""
+    """`paged_attention` of queries that all see every token of `lengths`; their own tokens are not among these."""
     call, hints = check(
         (q, k_cache, v_cache, block_tables, lengths),
         query_starts=query_starts,
@@ -260,7 +264,7 @@ def check(
     implementation: Implementation | None = None,
     **options: Unpack[CallKeywords],
 ) -> tuple[Call, StaticHints]:
-    """The checked arguments, and what is known of them before they become arrays."""
+    """The checked arguments, and the static hints that are lost when arguments become arrays."""
     if implementation not in (None, "mosaic_gpu", "xla"):
         raise ValueError(f'implementation must be None, "mosaic_gpu" or "xla"; got {implementation=}.')
     num_partitions = check_partitions(num_partitions)

@@ -1,4 +1,4 @@
-"""The definition of paged attention: as plain as the equation, in float32, slow."""
+"""The definition of paged attention: float32, slow, and as plain as the equation."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def paged_attention_reference(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """The definition of `paged_attention`, in float32 at the highest precision.
 
-    It has the arguments and options of `jaxpaged.paged_attention`, except those that only say how to compute it:
-    `implementation`, `num_partitions` and `prefix_groups`. It is meant for tests: it gathers the whole table of
-    every sequence and holds `[seqs, heads, q_len, max_blocks * block_size]` logits.
+    It has the arguments and options of `jaxpaged.paged_attention`, except those that do not change the result:
+    `implementation`, `num_partitions` and `prefix_groups`. Use it in tests: it gathers all blocks of every sequence and
+    holds `[seqs, heads, q_len, max_blocks * block_size]` logits.
 
     Returns:
         The output, and with `return_lse` also the lse, shaped as in `jaxpaged.paged_attention`. Both are float32; the
@@ -92,7 +92,7 @@ def _attend(a: Call) -> tuple[jax.Array, jax.Array]:
     if a.options.sliding_window is not None:
         visible &= distance < a.options.sliding_window
 
-    # A block that no query sees is not followed: its entry may be any garbage.
+    # The table entry of a block that no query sees may be garbage, so it is not followed.
     followed = visible.any(axis=1).reshape(seqs, max_blocks, a.block_size).any(axis=-1)
     ids = jnp.where(followed, jnp.clip(a.block_tables, 0, a.k_cache.shape[0] - 1), 0)
 
@@ -115,11 +115,12 @@ def dense_attention(
     q: jax.Array,  # float32 [seqs, q_len, heads, head_dim]
     k: jax.Array,  # float32 [seqs, tokens, kv_heads, head_dim]
     v: jax.Array,  # float32 [seqs, tokens, kv_heads, value_dim]
-    distance: jax.Array,  # int32 [seqs, q_len, tokens], of a query from each token
-    visible: jax.Array,  # bool, the same shape
+    distance: jax.Array,  # int32 [seqs, q_len, tokens], from each token to the query
+    visible: jax.Array,  # bool [seqs, q_len, tokens]
     options: AttentionOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """The output and the lse. The window of `options` has been applied to `visible`, and scales to k and v."""
+    """Returns the output and the lse. The window is already part of `visible`, and scales have been applied to k and
+    v."""
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     logits = options.scale * jnp.einsum("sqhd,sthd->shqt", q, k, precision=lax.Precision.HIGHEST)
     if options.logits_soft_cap is not None:

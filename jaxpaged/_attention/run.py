@@ -1,4 +1,4 @@
-"""A call computed: blocks that sequences share are read once, each part by a kernel or by XLA."""
+"""Computes a call by a kernel or by XLA, in two parts if sequences share blocks."""
 
 import dataclasses
 from typing import Any
@@ -16,9 +16,9 @@ from pallas_kernels.common import partition_plan
 from pallas_kernels.common.interface import Call
 
 PARTITIONED = (
-    "the Mosaic GPU kernels got arrays on several devices, and their types do not say what lies where. XLA cannot "
-    "partition a kernel: it would gather the whole cache on each device. Put the arrays on an explicit mesh, which is "
-    "what jax.make_mesh makes by default; or call paged_attention inside jax.shard_map over the KV heads, or inside "
+    "the Mosaic GPU kernels got arrays on several devices, but their types carry no sharding (an auto mesh). XLA "
+    "cannot partition a kernel: it would gather the whole cache on each device. Put the arrays on an explicit mesh, "
+    "the default of jax.make_mesh; or call paged_attention inside jax.shard_map over the KV heads, or inside "
     'jax.sharding.explicit_axes; or pass implementation="xla", which XLA partitions.'
 )
 
@@ -27,9 +27,9 @@ def attend(call: Call, hints: StaticHints, prefix_groups: PrefixGroups | None) -
     parts = None if prefix_groups is None else split(call, prefix_groups)
     if parts is None:
         return _attend(call, hints)
-    shared, rest, takes_part = parts
+    shared, rest, in_shared = parts
     out, lse = _attend(shared, hints)
-    lse = jnp.where(takes_part[..., None], lse.reshape(call.q.shape[:-1]), -jnp.inf)
+    lse = jnp.where(in_shared[..., None], lse.reshape(call.q.shape[:-1]), -jnp.inf)
     return merge_attention(out.reshape(call.out_shape), lse, *_attend(rest, hints))
 
 
@@ -41,7 +41,7 @@ def _attend(call: Call, hints: StaticHints) -> Results:
 
 
 def run(choice: Choice, call: Call) -> Results:
-    """The call by its kernel, with a plan if it follows one: the call's, or its own."""
+    """Runs the chosen kernel. If its configuration follows a plan, this is the call's plan or a new one."""
     plan, at_once = call.plan, choice.config.at_once
     if at_once is None:
         plan = None
@@ -61,7 +61,7 @@ def _elsewhere(choice: Choice, call: Call) -> Results:
 
 
 def _tangents(choice: Choice, primals: tuple, tangents: tuple) -> Any:
-    """The kernels have no backward pass: XLA computes it, from their results."""
+    """The kernels have no backward pass, so XLA computes it from their results."""
     results = _run(choice, *primals)
     return results, xla.tangents_of(primals[0], tangents[0], results)
 

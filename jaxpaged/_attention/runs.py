@@ -1,16 +1,16 @@
-"""Query tokens cut in runs of a few: each run becomes a sequence of its own, which ends with the run.
+"""Splits query tokens into runs of a few tokens. Each run becomes a sequence of its own, which ends with the run.
 
-A run of tokens sees what a sequence that ends with the run would see, with any window. So cutting only needs shorter
-lengths, and one launch serves all runs. Runs of one sequence are neighbours: they are computed at the same time, and
-the keys and values that they share come from the L2 cache.
+With any window, a run of tokens sees the same tokens as a sequence that ends with the run. So a run only needs a
+shorter length, and one launch computes all runs. Runs of a sequence are adjacent, so they are computed at the same
+time, and the keys and values that they share come from the L2 cache.
 
-In a uniform call run r of sequence s is row `s * num_runs + r` of a larger batch. If its queries are not causal, all
-tokens of a run see the same, as the heads of a KV head do. Then a run becomes a single token, with more heads: options
-must not differ between heads. In a packed call runs do not cross sequences; if they have one token each, q stays where
-it is.
+In a uniform call, run r of sequence s is row `s * num_runs + r` of a larger batch. If queries are not causal, all
+tokens of a run see the same tokens, like the heads of a KV head. Then a run becomes a single token with more heads;
+this requires that options do not differ between heads. In a packed call, runs do not cross sequences. Packed runs of
+one token need no copy of q.
 
-Each run has its own row of the block tables: 4 bytes for each run and block of a row's capacity. For 2048 new tokens of
-a table for 128k, in blocks of 16 and with 4 heads for each KV head, that is 4 MB; for 128k at once 268 MB.
+Each run has its own row of the block tables, 4 bytes per block of a row's capacity. For 2048 new tokens with a table
+for 128k tokens, blocks of 16 and 4 heads per KV head, that is 4 MB; for 128k new tokens it is 268 MB.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from pallas_kernels.common.interface import Call
 
 
 def cut_uniform(call: Call, run: int) -> Call:
-    """The same call on runs of `run` tokens; if the runs together are longer than q_len, padding comes first."""
+    """The call on runs of `run` tokens. If q_len is not a multiple of `run`, the first run begins with padding."""
     seqs, q_len, heads, head_dim = call.q.shape
     num_runs = -(-q_len // run)
     if num_runs == 1 and call.causal:
@@ -43,7 +43,7 @@ def cut_uniform(call: Call, run: int) -> Call:
 
 
 def join_uniform(x: jax.Array, call: Call) -> jax.Array:
-    """The results of the call on `cut_uniform(call, run)`, as `[seqs, q_len, heads, ...]`."""
+    """Joins results for `cut_uniform(call, run)` to `[seqs, q_len, heads, ...]`."""
     (seqs, q_len, heads, _), rest = call.q.shape, x.shape[3:]
     if not call.causal:  # [seqs * runs, 1, run * heads, ...]
         x = x.reshape(x.shape[0], call.kv_heads, -1, call.group, *rest).swapaxes(1, 2)
@@ -52,14 +52,14 @@ def join_uniform(x: jax.Array, call: Call) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """Which tokens of packed q each run has, right-aligned in `[runs, run]`."""
+    """The tokens of packed q in each run, right-aligned in `[runs, run]`."""
 
-    run: int  # tokens
+    run: int  # tokens per run
     starts: jax.Array  # int32 [seqs + 1], first row of each sequence in q, at most tokens
-    first_runs: jax.Array  # int32 [seqs], the first run of each sequence
-    seqs: jax.Array  # int32 [runs], the sequence of each run
-    offsets: jax.Array  # int32 [runs], the first token of each run among its sequence's new ones
-    counts: jax.Array  # int32 [runs], tokens; 0 for an unused run
+    first_runs: jax.Array  # int32 [seqs], index of each sequence's first run
+    seqs: jax.Array  # int32 [runs], sequence of each run
+    offsets: jax.Array  # int32 [runs], index of each run's first token among its sequence's new tokens
+    counts: jax.Array  # int32 [runs], tokens of each run; 0 for an unused run
 
 
 def place_runs(call: Call, run: int) -> Runs:
@@ -76,15 +76,16 @@ def place_runs(call: Call, run: int) -> Runs:
 
 
 def cut_rows(x: jax.Array, runs: Runs) -> jax.Array:
-    """Rows of packed q, or of what is like it, `[tokens, ...]`, as `[runs, run, ...]`; zeros before a short run's."""
-    column = jnp.arange(runs.run, dtype=jnp.int32)[None] - runs.run + runs.counts[:, None]  # in the run; below 0: none
+    """Rows `[tokens, ...]` of packed q, or of an array like it, as `[runs, run, ...]`; a short run begins with
+    zeros."""
+    column = jnp.arange(runs.run, dtype=jnp.int32)[None] - runs.run + runs.counts[:, None]  # negative: no token
     rows = (runs.starts[runs.seqs] + runs.offsets)[:, None] + column
     x = x.at[rows].get(mode="clip")
     return jnp.where(jnp.expand_dims(column >= 0, range(2, x.ndim)), x, jnp.zeros_like(x))
 
 
 def cut_packed(call: Call, runs: Runs) -> Call:
-    """The same call on runs, a uniform one. The results of the rows before a short run's tokens are not read."""
+    """The call on runs, as a uniform call. Results of the rows before a short run's tokens are not used."""
     lengths = call.lengths[runs.seqs]
     if call.causal:
         first = call.lengths - jnp.diff(runs.starts)  # the position of each sequence's first new token
@@ -100,7 +101,7 @@ def cut_packed(call: Call, runs: Runs) -> Call:
 
 
 def join_packed(out: jax.Array, lse: jax.Array, call: Call, runs: Runs) -> tuple[jax.Array, jax.Array]:
-    """Out `[runs, run, heads, head_dim]` and its lse, as `[tokens, heads, head_dim]` and `[tokens, heads]`."""
+    """Joins out `[runs, run, heads, head_dim]` and its lse to `[tokens, heads, head_dim]` and `[tokens, heads]`."""
     tokens = jnp.arange(call.q.shape[0], dtype=jnp.int32)
     seqs = owners(runs.starts, tokens=call.q.shape[0])
     is_padding = (seqs == call.lengths.shape[0]) | (tokens < runs.starts[0])
@@ -114,8 +115,8 @@ def join_packed(out: jax.Array, lse: jax.Array, call: Call, runs: Runs) -> tuple
 
 
 def by_token(call: Call) -> Call:
-    """A packed call on runs of one token, as a uniform one: nothing is copied but the rows of the tables. Padding has
-    length 0."""
+    """A packed call on runs of one token, as a uniform call. Only the rows of the tables are copied. Padding has length
+    0."""
     starts, tokens, last = call.seq_starts(), call.q.shape[0], call.lengths.shape[0] - 1
     seqs = owners(starts, tokens=tokens)
     is_padding = (seqs > last) | (jnp.arange(tokens, dtype=jnp.int32) < starts[0])
@@ -127,12 +128,13 @@ def by_token(call: Call) -> Call:
 
 
 def owners(starts: jax.Array, *, tokens: int) -> jax.Array:
-    """The sequence of each row of packed q, int32 `[tokens]`; 0 for padding in front, seqs for padding at the end."""
+    """The sequence of each row of packed q, int32 `[tokens]`; 0 for padding at the start, seqs for padding at the
+    end."""
     rows = jnp.arange(tokens, dtype=jnp.int32)
     return jnp.searchsorted(starts[1:], rows, side="right", method="scan_unrolled").astype(jnp.int32)
 
 
 def packed_positions(query_starts: jax.Array, lengths: jax.Array, *, tokens: int) -> jax.Array:
-    """The position of each row of packed q in its sequence, int32 `[tokens]`; any number for padding."""
+    """The position of each row of packed q in its sequence, int32 `[tokens]`; undefined for padding."""
     seqs = owners(query_starts, tokens=tokens)
     return jnp.arange(tokens, dtype=jnp.int32) + (lengths - query_starts[1:]).at[seqs].get(mode="clip")

@@ -1,7 +1,7 @@
-"""Blocks that several sequences begin with: attended to once for all of them.
+"""Splits a call so that blocks that several sequences begin with are read once for all of them.
 
-One call has the queries of a group of sequences, on a sequence of the shared blocks, which every query sees as a whole.
-A second call computes the rest of each sequence. The lses are the weights of the two results.
+In the first call, the queries of a group of sequences all see the whole sequence of shared blocks. The second call
+computes the rest of each sequence. The two results are merged with their lses as weights.
 """
 
 import dataclasses
@@ -17,13 +17,16 @@ from pallas_kernels.common.interface import Call
 
 
 def split(call: Call, groups: PrefixGroups) -> tuple[Call, Call, jax.Array] | None:
-    """The call on the shared blocks, with one sequence for each group; the call on the other blocks; and which query
-    tokens are in the first, bool of q's shape without heads and head_dim. None: nothing is shared.
+    """Splits a call; returns None if the call cannot be split.
 
-    Raises `ValueError` for groups of other sequences.
+    Raises `ValueError` if the groups do not match the call's sequences.
+
+    Returns:
+        The call on the shared blocks, with one sequence per group; the call on the other blocks; and whether a query
+        token is part of the first call, bool in q's shape without heads and head_dim.
     """
     groups = _checked(groups, seqs=call.lengths.shape[0])
-    # A window and ALiBi count from each query's own position.
+    # Windows and ALiBi depend on each query's own position.
     if call.options.sliding_window is not None or call.options.alibi_slopes is not None:
         return None
     return _split(call, groups)
@@ -33,13 +36,13 @@ def split(call: Call, groups: PrefixGroups) -> tuple[Call, Call, jax.Array] | No
 def _split(call: Call, groups: PrefixGroups) -> tuple[Call, Call, jax.Array]:
     num_blocks = jnp.clip(groups.num_blocks, 0, call.lengths // call.block_size)
     if call.query_starts is None:
-        takes_part = jnp.broadcast_to((num_blocks > 0)[:, None], call.q.shape[:2])
-        q = jnp.where(takes_part[..., None, None], call.q, jnp.zeros_like(call.q))  # an empty sequence's may be NaN
+        in_shared = jnp.broadcast_to((num_blocks > 0)[:, None], call.q.shape[:2])
+        q = jnp.where(in_shared[..., None, None], call.q, jnp.zeros_like(call.q))  # q of an empty sequence may be NaN
         q = q.reshape(-1, *q.shape[2:])
     else:
         q = call.q
         token = jnp.arange(q.shape[0], dtype=jnp.int32)
-        takes_part = (token >= groups.starts[0]) & (token < groups.starts[-1])
+        in_shared = (token >= groups.starts[0]) & (token < groups.starts[-1])
     shared_blocks = jnp.where(groups.starts[:-1] < groups.starts[1:], num_blocks[groups.first], 0)
     shared = _whole(
         call,
@@ -48,12 +51,12 @@ def _split(call: Call, groups: PrefixGroups) -> tuple[Call, Call, jax.Array]:
         block_tables=call.block_tables[groups.first],
         lengths=shared_blocks * call.block_size,
     )
-    return shared, _without(call, num_blocks), takes_part
+    return shared, _without(call, num_blocks), in_shared
 
 
 def _whole(call: Call, **arrays: Any) -> Call:
-    """The call on shared blocks, which every query sees as a whole."""
-    options = dataclasses.replace(call.options, sinks=None)  # they count once, in the other call
+    """The call on the shared blocks. Every query sees all of their tokens."""
+    options = dataclasses.replace(call.options, sinks=None)  # sinks count once, in the other call
     return dataclasses.replace(call, **arrays, options=options, tree_mask=None, causal=False, plan=None)
 
 

@@ -1,6 +1,6 @@
-"""Which caches the layers of a model write, while an engine traces it: each must be written, by one layer of a group.
+"""Checks the cache writes of a model while an engine traces it: one layer of each group must write each cache.
 
-Nothing fails otherwise: a second layer overwrites the keys of the first, and the outputs are wrong.
+Without the check nothing fails: a second layer overwrites the keys of the first, and the outputs are wrong.
 """
 
 import contextlib
@@ -18,12 +18,11 @@ _watched: contextvars.ContextVar["Writes | None"] = contextvars.ContextVar("writ
 
 @dataclasses.dataclass
 class Writes:
-    """Facts about arrays of keys, by their ids. Arrays are kept, so that no id is used again.
+    """The state of caches by the `id` of their arrays of keys.
 
     Attributes:
-        newest: the name of the cache of each array that holds all that was written to it, and the groups whose layers
-            have written it.
-        kept: all arrays.
+        newest: for the newest array of each cache, the cache's name and the groups whose layers have written it.
+        kept: all arrays, kept alive so that no `id` is used again.
     """
 
     newest: dict[int, tuple[str, frozenset[int]]]
@@ -31,14 +30,14 @@ class Writes:
 
 
 def named_caches(caches: Any) -> list[tuple[str, KVCache]]:
-    """The caches of a pytree, and what to call each of them."""
+    """The caches of a pytree with their names."""
     found = jax.tree.leaves_with_path(caches, is_leaf=lambda x: isinstance(x, KVCache))
     return [(f"caches{jax.tree_util.keystr(path)}", cache) for path, cache in found]
 
 
 @contextlib.contextmanager
 def watch_writes(caches: Any) -> Iterator[None]:
-    """Inside, a cache that is written twice by layers of one group raises `ValueError`."""
+    """A context in which a second write of a cache by layers of one group raises `ValueError`."""
     found = named_caches(caches)
     newest = {id(cache.k): (name, frozenset[int]()) for name, cache in found}
     token = _watched.set(Writes(newest, [cache.k for _, cache in found]))
@@ -49,10 +48,10 @@ def watch_writes(caches: Any) -> Iterator[None]:
 
 
 def note_write(before: Any, after: Any, group: int) -> None:
-    """A layer of a group has written a cache. Raises `ValueError` if another of its group had.
+    """Records that a layer of `group` has written a cache. Raises `ValueError` if a layer of the group already had.
 
-    Layers of different groups share caches. Inside a function that `apply` gives to `remat`, `scan` or `cond`, arrays
-    are others, and nothing is noticed.
+    Layers of different groups share caches. Writes inside a function that `apply` passes to `remat`, `scan` or `cond`
+    go unnoticed, because arrays have other ids there.
     """
     writes = _watched.get()
     if writes is None or not isinstance(before, KVCache):
@@ -72,12 +71,23 @@ def note_write(before: Any, after: Any, group: int) -> None:
 
 
 def check_written(caches: Any, new_caches: Any) -> None:
-    """Raises `ValueError` if a cache is still the one that `apply` was given."""
+    """Raises `ValueError` if `apply` returned a cache that no layer has written."""
     for (name, before), (_, after) in zip(named_caches(caches), named_caches(new_caches), strict=True):
         if before.k is after.k:
             raise ValueError(
                 f"no layer wrote {name}. Call `cache, out = step.attend(q, k, v, cache)` with it, return the cache "
                 "that this returns, and make no more caches than there are layers."
+            )
+
+
+def check_same_trace(name: str, tree: Any, tokens: jax.Array) -> None:
+    """Raises `ValueError` if `apply` returned a value of a finished trace. JAX notices only when the program runs."""
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if _trace(leaf) is not None and _trace(leaf) is not _trace(tokens):
+            raise ValueError(
+                f"apply returned {name}{jax.tree_util.keystr(path)} from inside a function that it gave to remat, jit, "
+                "scan or cond, which does not return it. Return it from that function. A cache that the function "
+                "writes must also be its argument."
             )
 
 

@@ -1,15 +1,15 @@
-"""Paged attention in plain XLA: the path for CPUs and for GPUs that have no kernel.
+"""Paged attention in plain XLA, for CPUs and for GPUs without kernels.
 
     out = sum_t exp(logit_t - lse) v_t,    lse = log sum_t exp(logit_t)
 
-A loop goes over the tokens in tiles of 128 with an online softmax, up to the longest sequence of the batch. It holds
-one tile of keys and one of values of every sequence and partition:
-`seqs * num_partitions * 128 * kv_heads * (head_dim + value_dim)` numbers in the cache's dtype (in float32 if the cache
-has scales or another dtype than q), and the logits of that tile, `seqs * num_partitions * heads * q_len * 128` float32.
-Nothing is ever as large as the gathered cache. (XLA itself widens a bfloat16 tile to float32 on a CPU.)
+A loop goes over tiles of 128 tokens with an online softmax, up to the longest sequence of the batch. It holds one tile
+of keys and one of values per sequence and partition:
+`seqs * num_partitions * 128 * kv_heads * (head_dim + value_dim)` numbers in the cache's dtype (float32 if the cache has
+scales or its dtype differs from q's), and the tile's logits, `seqs * num_partitions * heads * q_len * 128` in float32.
+No array is as large as the gathered cache. (On a CPU, XLA itself widens a bfloat16 tile to float32.)
 
-The backward pass goes over the tiles again, with the weights exp(logit_t - lse) from the lse of the forward pass, by
-whichever implementation: so differentiating changes no bit of the results.
+The backward pass goes over the tiles again and computes the weights exp(logit_t - lse) from the lse of the forward
+pass, which may come from any implementation. So differentiation does not change the bits of the results.
 """
 
 import functools
@@ -23,15 +23,15 @@ from jaxpaged._attention.runs import cut_packed, cut_rows, join_packed, place_ru
 from jaxpaged._attention.xla_tiles import Walk, by_row, in_rows, tile_size
 from pallas_kernels.common.interface import Call
 
-# Bytes of tiles and their logits in a step of the loop on a GPU. A step of any size is about a dozen kernels. H100,
-# 32/8 heads of 128, us: 1 x 8192 in 64 steps 2000, in one, of 35 MB, 175.
+# Bytes of tiles and logits in a step of the loop on a GPU. Every step is about a dozen kernels, whatever its size: 1 x
+# 8192 tokens with 32/8 heads of 128 on an H100 need 2000 us in 64 steps, and 175 us in one step of 35 MB.
 STEP_BYTES = 40 * 1024 * 1024
 
-RUN = 16  # packed tokens, at most, that read a tile of keys together; a tile of each run is held
+RUN = 16  # most packed tokens in a run, which read a tile of keys together; the loop holds one tile per run
 
 
 def attend(call: Call, *, num_partitions: int | None) -> tuple[jax.Array, jax.Array]:
-    """Returns out, of `call.out_shape` and q's dtype, and lse f32, of that shape without its last axis."""
+    """Returns out, in the shape `call.out_shape` and q's dtype, and lse f32, in that shape without its last axis."""
     return _attend_in_jit(num_partitions, _device.is_gpu(), call)
 
 
@@ -47,16 +47,16 @@ def _attend_in_jit(num_partitions: int | None, on_gpu: bool, call: Call) -> tupl
 
 
 def run_tokens(tokens: int, seqs: int) -> int:
-    """Packed tokens in a run: a power of two, at least the mean number per sequence.
+    """Packed tokens in a run: the power of two at or above the mean number per sequence, up to RUN.
 
-    A run computes padding as it does tokens. 16 tokens of 8 sequences of 200, 9/3 heads, on a CPU core: runs of 2 need
-    half of the time of runs of 16; for 128 tokens, twice.
+    Padding of a run costs the same as tokens. On a CPU core, with 8 sequences of 200 tokens and 9/3 heads, runs of 2
+    need half the time of runs of 16 for 16 new tokens, and twice the time for 128.
     """
     return min(RUN, 1 << (-(-tokens // max(seqs, 1)) - 1).bit_length())
 
 
 def default_partitions(a: Call, *, on_gpu: bool) -> int:
-    """Partitions of each sequence, by static shapes: on a CPU 1, on a GPU the most that fit STEP_BYTES."""
+    """Partitions of each sequence, by static shapes: 1 on a CPU, the most that fit into STEP_BYTES on a GPU."""
     if not on_gpu:
         return 1
     seqs, q_len, heads, _ = a.q.shape
@@ -69,7 +69,7 @@ def default_partitions(a: Call, *, on_gpu: bool) -> int:
 
 
 def _is_widened(a: Call) -> bool:
-    """Whether products with keys or values are float32, not of the cache's dtype."""
+    """Whether products with keys or values are in float32 instead of the cache's dtype."""
     return a.k_cache.dtype != a.q.dtype or a.options.k_scale is not None or a.options.v_scale is not None
 
 
@@ -101,7 +101,7 @@ def _attend_jvp(num_partitions: int, primals: tuple, tangents: tuple) -> tuple:
 def tangents_of(
     call: Call, moved: Call, results: tuple[jax.Array, jax.Array], *, num_partitions: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The tangents of out and lse, the `results` of the call, along `moved`. Linear in it, so that it has a transpose.
+    """The tangents of out and lse, the `results` of the call, along `moved`. Linear in `moved`, so it has a transpose.
 
     d lse = sum_t p_t d logit_t,    d out = sum_t p_t d v_t + sum_t d p_t v_t,    d p_t = p_t (d logit_t - d lse)
     """
@@ -112,9 +112,9 @@ def tangents_of(
 
 
 def _weighted_sums(lse: jax.Array, num_partitions: int | None, call: Call) -> tuple[jax.Array, jax.Array]:
-    """sum_t p_t v_t, f32 of `call.out_shape`, and sum_t p_t, with p_t = exp(logit_t - lse) for a given lse.
+    """sum_t p_t v_t, f32 in the shape `call.out_shape`, and sum_t p_t, with p_t = exp(logit_t - lse) for a given lse.
 
-    Only to be differentiated: the sums themselves are out and 1.
+    Only its derivatives are of use: the sums themselves are out and 1.
     """
     if call.query_starts is not None:
         runs = place_runs(call, run_tokens(call.q.shape[0], call.lengths.shape[0]))
@@ -124,8 +124,8 @@ def _weighted_sums(lse: jax.Array, num_partitions: int | None, call: Call) -> tu
     walk = Walk.of(call, num_partitions)
     lse = in_rows(call, jnp.where(lse == -jnp.inf, 0.0, lse))
 
-    # The terms of one tile. A loop whose trip count is known only at run time has no transpose: this one goes over the
-    # whole table.
+    # The terms of one tile. The loop goes over the whole table, because a loop with a dynamic trip count has no
+    # transpose.
     @jax.checkpoint
     def of_tile(i: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits, v = walk.tile(i)
@@ -143,7 +143,7 @@ def _weighted_sums(lse: jax.Array, num_partitions: int | None, call: Call) -> tu
 
 
 def _weighted(p: jax.Array, v: jax.Array) -> jax.Array:
-    """The sum of a tile's values by their weights, f32 [seqs, partitions, kv_heads, rows, value_dim]."""
+    """The weighted sum of a tile's values, f32 [seqs, partitions, kv_heads, rows, value_dim]."""
     return jnp.einsum(
         "spkrt,sptkd->spkrd",
         p.astype(v.dtype),
@@ -154,7 +154,7 @@ def _weighted(p: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def _reduce(walk: Walk, acc: jax.Array, m: jax.Array, l: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Merges the partitions, adds the sinks, and normalises."""
+    """Merges the partitions, applies the sinks, and normalises."""
     a = walk.call
     m_all = m.max(axis=1)  # [seqs, kv_heads, rows]
     if a.options.sinks is not None:

@@ -1,6 +1,6 @@
-"""The tiles of keys and values that a call's partitions go over in XLA, and what each row of queries sees of them.
+"""The tiles of keys and values of a call's partitions in XLA, and the tokens that each row of queries sees in them.
 
-The tile is a constant, whatever the block size, so that the block size does not change the arithmetic.
+The tile is a constant, so that the block size does not change the arithmetic.
 """
 
 import dataclasses
@@ -13,38 +13,38 @@ from jaxpaged._attention.tree import Tree, from_rows, query_positions
 from jaxpaged._cache.pool_rows import take_rows
 from pallas_kernels.common.interface import Call
 
-TILE = 128  # tokens; against 256, 3 times as fast at 80 tokens and equal at 1000 on 2 CPU cores (9/3 heads, batch 1)
+TILE = 128  # tokens; vs. 256 on 2 CPU cores (9/3 heads, batch 1): 3 times as fast at 80 tokens, equal at 1000
 
 
 def tile_size(block_size: int) -> int:
-    """Tokens in a tile: TILE if one of it and the block size divides the other, otherwise whole blocks."""
+    """Tokens of a tile: TILE if TILE divides the block size or vice versa, otherwise a multiple of the block size."""
     return TILE if block_size % TILE == 0 else max(1, TILE // block_size) * block_size
 
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The tiles of a uniform call that each partition goes over, and the rows that see them."""
+    """The tiles of each partition of a uniform call, and the rows of queries that see them."""
 
     call: Call
     tree: Tree | None
     q: jax.Array  # [seqs, kv_heads, rows, head_dim]
-    positions: jax.Array  # int32 [seqs, rows], in the sequence; negative if a row sees nothing
-    first_visible: jax.Array  # int32 [seqs], the first token that any query of the sequence sees
+    positions: jax.Array  # int32 [seqs, rows], position in the sequence; negative if a row sees no token
+    first_visible: jax.Array  # int32 [seqs], first token that any query of the sequence sees
     run: jax.Array  # int32 [seqs], tiles of a partition
-    starts: jax.Array  # int32 [seqs, partitions], the first of them
+    starts: jax.Array  # int32 [seqs, partitions], first tile of each partition
     ends: jax.Array
 
     @classmethod
     def of(cls, a: Call, num_partitions: int) -> "Walk":
         tile = tile_size(a.block_size)
-        # The run of tiles that each partition owns. It follows from true lengths: neither the table's width nor the
+        # Each partition has a run of consecutive tiles, which depends on true lengths: neither the table's width nor
         # other sequences of the batch change a sequence's partitions.
         tree = from_rows(a.tree_mask, a.lengths)
-        of_queries = query_positions(a, tree)  # [seqs, q_len]
+        q_positions = query_positions(a, tree)  # [seqs, q_len]
         first_visible = jnp.zeros_like(a.lengths)
         if a.options.sliding_window is not None:
-            # Queries before a sequence's start, or that are not read, do not count.
-            first_query = jnp.where(of_queries >= 0, of_queries, a.lengths[:, None]).min(axis=1)
+            # Queries before a sequence's start, and queries that are not read, do not count.
+            first_query = jnp.where(q_positions >= 0, q_positions, a.lengths[:, None]).min(axis=1)
             first_visible = jnp.maximum(first_query - a.options.sliding_window + 1, 0)
         first = first_visible // tile  # [seqs]
         end = -(-a.lengths // tile)
@@ -52,14 +52,14 @@ class Walk:
         starts = first[:, None] + run[:, None] * jnp.arange(num_partitions, dtype=jnp.int32)[None]
         ends = jnp.minimum(starts + run[:, None], end[:, None])
 
-        # A row that sees nothing may hold NaN, which would reach the gradient of k.
-        q = jnp.where((of_queries >= 0)[..., None, None], a.q, jnp.zeros_like(a.q))
-        positions = jnp.repeat(of_queries, a.group, axis=1)
+        # A row that sees no token may hold NaN, which would reach the gradient of k.
+        q = jnp.where((q_positions >= 0)[..., None, None], a.q, jnp.zeros_like(a.q))
+        positions = jnp.repeat(q_positions, a.group, axis=1)
         return cls(a, tree, in_rows(a, q), positions, first_visible, run, starts, ends)
 
     def tile(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The logits of the i-th tile of each partition, f32 [seqs, partitions, kv_heads, rows, tile], and its values,
-        [seqs, partitions, tile, kv_heads, value_dim]."""
+        """The i-th tile of each partition: logits f32 [seqs, partitions, kv_heads, rows, tile] and values [seqs,
+        partitions, tile, kv_heads, value_dim]."""
         tiles = self.starts + i
         active = tiles < self.ends
         tile = tile_size(self.call.block_size)
@@ -68,13 +68,13 @@ class Walk:
         return self._logits(k, jnp.where(active[..., None, None, None], self._distance(tokens), -1)), v
 
     def _load(self, tiles: jax.Array, tokens: jax.Array, active: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of one tile of each partition, [seqs, partitions, tile, kv_heads, head_dim], zero if no query
-        sees them."""
+        """Keys and values of one tile of each partition, [seqs, partitions, tile, kv_heads, head_dim]; zero for tokens
+        that no query sees."""
         a, tile = self.call, tokens.shape[2]
         seen = active[..., None] & (tokens < a.lengths[:, None, None]) & (tokens >= self.first_visible[:, None, None])
 
-        # A piece is a block, or the tile itself, one of `parts` of a block. The entry of a block that no query sees may
-        # be any garbage: it is not followed.
+        # A piece is a block, or a whole tile that is one of `parts` of a block. The table entry of a block that no
+        # query sees may be garbage, so it is not followed.
         piece = min(a.block_size, tile)
         pieces, parts = tile // piece, a.block_size // piece
         numbers = tiles[..., None] * pieces + jnp.arange(pieces, dtype=jnp.int32)[None, None]
@@ -82,14 +82,14 @@ class Walk:
         ids = jnp.clip(ids, 0, a.k_cache.shape[0] - 1) * parts + numbers % parts
         ids = jnp.where(seen.reshape(*numbers.shape, piece).any(axis=-1), ids, 0)
 
-        def only_seen(x: jax.Array) -> jax.Array:
-            # Zero times NaN is NaN: a weight of zero is not enough, what no query sees must itself be zero. It must be
-            # so before scales multiply it, because the gradient of a scale is the value times zero.
+        def zero_unseen(x: jax.Array) -> jax.Array:
+            # Numbers that no query sees must be zero, because a weight of zero times NaN is NaN. They must be zero
+            # before scales multiply them, because the gradient of a scale is the number times zero.
             return jnp.where(seen[..., None, None], x, jnp.zeros_like(x))
 
         def load(cache: jax.Array, cache_scale: jax.Array | None) -> jax.Array:
             values = take_rows(cache.reshape(-1, piece, *cache.shape[2:]), ids)
-            values = only_seen(values.reshape(*tokens.shape, *cache.shape[2:]))
+            values = zero_unseen(values.reshape(*tokens.shape, *cache.shape[2:]))
             if cache.dtype != a.q.dtype or cache_scale is not None:
                 values = values.astype(jnp.float32)
             if cache_scale is None:
@@ -97,13 +97,13 @@ class Walk:
             if cache_scale.ndim < 3:
                 return values * jnp.broadcast_to(cache_scale, values.shape[:-1])[..., None]
             scales = take_rows(cache_scale.reshape(-1, piece, cache_scale.shape[2]), ids).reshape(*tokens.shape, -1, 1)
-            return values * only_seen(scales)
+            return values * zero_unseen(scales)
 
         k = load(a.k_cache, a.options.k_scale)
         return k, k[..., : a.value_dim] if a.v_cache is None else load(a.v_cache, a.options.v_scale)
 
     def _distance(self, tokens: jax.Array) -> jax.Array:
-        """How far each row's query is past each token, int32 [seqs, partitions, 1, rows, tile]."""
+        """Distance from each token to each row's query, int32 [seqs, partitions, 1, rows, tile]."""
         if self.tree is None:
             return self.positions[:, None, None, :, None] - tokens[:, :, None, None, :]
         group = self.call.group
@@ -112,7 +112,7 @@ class Walk:
         return distance.reshape(*distance.shape[:2], *tokens.shape[1:]).swapaxes(1, 2)[:, :, None]
 
     def _logits(self, k: jax.Array, distance: jax.Array) -> jax.Array:
-        """f32 [seqs, partitions, kv_heads, rows, tile]; -inf where a row does not see a token."""
+        """Logits f32 [seqs, partitions, kv_heads, rows, tile]; -inf where a row does not see a token."""
         a, options = self.call, self.call.options
         logits = options.scale * jnp.einsum(
             "skrd,sptkd->spkrt",
@@ -131,9 +131,10 @@ class Walk:
         return jnp.where(visible, logits, -jnp.inf)
 
     def zeros(self) -> tuple[jax.Array, jax.Array]:
-        """f32 [seqs, partitions, kv_heads, rows, value_dim], and without its last axis.
+        """Zeros f32 [seqs, partitions, kv_heads, rows, value_dim], and zeros without the last axis.
 
-        Made from q so that inside shard_map the state of a loop varies over the same mesh axes as the results.
+        They are made from q, so that inside shard_map the state of a loop varies over the same mesh axes as its
+        results.
         """
         row = jnp.zeros_like(self.q[:, None, ..., 0], jnp.float32)
         row = jnp.broadcast_to(row, (row.shape[0], self.starts.shape[1], *row.shape[2:]))
@@ -141,7 +142,7 @@ class Walk:
 
     @property
     def sees_any(self) -> jax.Array:
-        """Whether a row sees a token, bool [seqs, 1, rows]."""
+        """bool [seqs, 1, rows]: whether a row sees any token."""
         return (self.positions >= 0)[:, None, :]
 
     def by_token(self, rows: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ def count_report(
     by_name: dict[str, jax.Array] = {}
     for kind, counter in zip(kinds, report.num_of_kind, strict=True):
         by_name[kind.name] = counter + by_name.get(kind.name, 0)
-    by_kind = {name: total(before.num_steps_by_kind[name], counter) for name, counter in by_name.items()}
+    by_kind = {name: total(before.steps_by_kind[name], counter) for name, counter in by_name.items()}
     return dataclasses.replace(
         before,
         seconds=before.seconds + seconds,
@@ -31,7 +31,7 @@ def count_report(
         num_steps=before.num_steps + int(report.outbox.num_steps),
         num_narrow_steps=total(before.num_narrow_steps, report.num_of_kind[is_narrow].sum()),
         num_mixed_steps=total(before.num_mixed_steps, report.num_of_kind[is_mixed].sum()),
-        num_steps_by_kind=by_kind,
+        steps_by_kind=by_kind,
         num_saved_reads=total(before.num_saved_reads, report.num_saved_reads),
         num_drafted=total(before.num_drafted, report.num_drafted),
         num_accepted=total(before.num_accepted, report.num_accepted),

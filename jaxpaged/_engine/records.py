@@ -174,7 +174,7 @@ class EngineStats:
         num_steps: steps of the model.
         num_narrow_steps: decode steps with fewer than `max_num_seqs` rows.
         num_mixed_steps: steps with room for chunks of prompts.
-        num_steps_by_kind: steps by their rows, such as `{"single_64": 10, "mixed_1024": 3}`: ten decode steps of up to
+        steps_by_kind: steps by their rows, such as `{"single_64": 10, "mixed_1024": 3}`: ten decode steps of up to
             64 tokens, and three steps of up to 1024 tokens with chunks of prompts.
         num_generated: new tokens.
         num_drafted: drafted tokens that were verified.
@@ -205,7 +205,7 @@ class EngineStats:
     num_steps: int = 0
     num_narrow_steps: int = 0
     num_mixed_steps: int = 0
-    num_steps_by_kind: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    steps_by_kind: Mapping[str, int] = dataclasses.field(default_factory=dict)
     num_generated: int = 0
     num_drafted: int = 0
     num_accepted: int = 0

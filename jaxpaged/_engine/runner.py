@@ -100,7 +100,7 @@ class Runner:
             steps_per_slice=options.steps_per_slice,
             num_blocks=num_blocks,
             num_free_blocks=num_blocks,
-            num_steps_by_kind={kind.name: 0 for kind in self.kinds},
+            steps_by_kind={kind.name: 0 for kind in self.kinds},
         )
 
     @property
@@ -294,6 +294,9 @@ class Runner:
         self.check_usable()
         weights = own(weights)
         if found := difference(self.weights, weights):
+            before, after = (type(x).__name__ for x in (self.weights, weights))
+            if before == "State" != after:  # Flax NNX
+                found = f"it was a State and is a {after}: pass nnx.state(model)"
             raise ValueError(f"weights must have the structure, shapes and dtypes of the old ones; {found}.")
         adapters = None if adapters is None else checked_tuple("adapters", adapters)
         for adapter in adapters or ():

@@ -1,4 +1,4 @@
-"""Cases that tell whether the kernels are right on a GPU: small, poisoned, and all options among them."""
+"""Cases that test the kernels on a GPU: small, with poisoned memory, and together with every option."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,9 +11,9 @@ from jaxpaged._attention.plan import make_plan
 from jaxpaged._attention.reference import paged_attention_reference
 from jaxpaged._attention.tree import tree_mask
 
-TOLERANCE = 2e-2  # bfloat16 rounds weights and output, each by 2^-9 or less; a wrong token is worse by far
+TOLERANCE = 2e-2  # bfloat16 rounds weights and outputs by up to 2^-9 each; a wrong token has a much larger error
 LENGTHS = (0, 1, 15, 16, 700, 1024)
-PROMPTS: dict[str, Any] = dict(q_len=130, is_packed=True)  # at most this number of tokens per sequence
+PROMPTS: dict[str, Any] = dict(q_len=130, is_packed=True)  # q_len is the most tokens of a sequence
 
 CASES: dict[str, dict[str, Any]] = {
     "bfloat16": dict(),
@@ -44,9 +44,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 class Case(NamedTuple):
     arrays: tuple[Any, ...]  # q, caches, tables, lengths
-    options: dict[str, Any]  # for the reference too
+    options: dict[str, Any]  # options of both paged_attention and the reference
     how: dict[str, Any]  # other arguments of paged_attention
-    value_dim: int | None  # for a latent
+    value_dim: int | None  # for a latent cache
 
 
 def make_case(
@@ -64,9 +64,9 @@ def make_case(
     with_tree: bool = False,
     is_packed: bool = False,
     num_partitions: int | None = None,
-    value_dim: int | None = None,  # for a latent
+    value_dim: int | None = None,  # for a latent cache
 ) -> Case:
-    """Blocks in random order, and NaN in every slot and scale that no sequence owns."""
+    """Makes a case with blocks in random order, and NaN in every slot and scale that no sequence owns."""
     rng, lengths = np.random.default_rng(0), LENGTHS
     tables, owned = _blocks(rng, lengths, block_size)
 
@@ -85,7 +85,7 @@ def make_case(
         options |= dict(sliding_window=300, logits_soft_cap=5.0)
         options |= dict(alibi_slopes=jnp.linspace(0.01, 0.5, heads), sinks=jnp.linspace(-2.0, 2.0, heads))
     if with_tree:
-        parents = np.tile((np.arange(q_len) - 1) // 2, (len(lengths), 1))  # each has two children
+        parents = np.tile((np.arange(q_len) - 1) // 2, (len(lengths), 1))  # each token has two children
         options["tree_mask"] = tree_mask(jnp.asarray(parents, jnp.int32))
     rows: tuple[int, ...] = (len(lengths), q_len)
     if is_packed:
@@ -109,10 +109,10 @@ def make_case(
 
 
 def _blocks(rng: np.random.Generator, lengths: tuple[int, ...], block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Block tables, int32 [seqs, max_blocks], and the slots that a sequence owns, bool [blocks, block_size]."""
+    """Block tables, int32 [seqs, max_blocks], and whether a sequence owns a slot, bool [blocks, block_size]."""
     held = [-(-length // block_size) for length in lengths]
     ids = rng.permutation(sum(held)) + 1
-    tables = np.full((len(lengths), max(held)), -1, np.int32)  # never followed past a sequence's end
+    tables = np.full((len(lengths), max(held)), -1, np.int32)  # -1: entries past a sequence's end must not be followed
     owned = np.zeros((sum(held) + 1, block_size), bool)
     for row, count, end, length in zip(tables, held, np.cumsum(held), lengths, strict=True):
         row[:count] = ids[end - count : end]
@@ -122,7 +122,7 @@ def _blocks(rng: np.random.Generator, lengths: tuple[int, ...], block_size: int)
 
 
 def worst_error(case: Case, attend: Callable[..., tuple[jax.Array, jax.Array]]) -> float:
-    """The worst error of a row of out, divided by its largest number, or of the lse; NaN or infinity if a result is not
+    """The worst error of the lse, or of a row of out relative to its largest number; NaN or infinity if a result is not
     finite. `attend` has the arguments of `paged_attention` and returns out and lse."""
     out, lse = jax.jit(lambda arrays, options: attend(*arrays, **options, **case.how, value_dim=case.value_dim))(
         case.arrays, case.options
@@ -138,9 +138,9 @@ def worst_error(case: Case, attend: Callable[..., tuple[jax.Array, jax.Array]]) 
 
 
 def check(name: str, attend: Callable[..., tuple[jax.Array, jax.Array]]) -> tuple[str, bool]:
-    """The error of a case as text, or why it failed; and whether it is right."""
+    """Runs a case. Returns its error, or why it failed, as text, and whether it is right."""
     try:
         error = worst_error(make_case(**CASES[name]), attend)
-    except Exception as failure:  # any kind: the other cases are checked too
+    except Exception as failure:  # whatever it is, the other cases must still run
         return f"{type(failure).__name__}: {str(failure).partition('\n')[0][:80]}", False
     return f"{error:.1e}", error < TOLERANCE

@@ -1,4 +1,4 @@
-"""Verdicts on kinds of GPUs, kept for this process and in the user's cache folder, and the test that makes one."""
+"""Verdicts on kinds of GPUs, kept in this process and in the user's cache folder, and the test that makes one."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from jaxpaged._device import Gpu
 from jaxpaged._selftest import cases
 from jaxpaged._version import __version__
 
-# Decode and prompts, each with every option and with a cache that is widened.
+# Decode and prompts, each with every option and with an 8-bit cache.
 QUICK = (
     "window, soft cap, ALiBi, sinks",
     "int8, a scale a token and head",
@@ -30,7 +30,7 @@ _kept = dict[Gpu, str]()  # faults; empty: the kernels are right
 
 
 def test_once(gpu: Gpu) -> str:
-    """The fault of the kernels on this kind of GPU, kept or found now; empty if they are right."""
+    """The kernels' fault on this kind of GPU, from the cache or from a test now; empty if they are right."""
     with _lock:
         fault = read_fault(gpu)
         if fault is None:
@@ -40,7 +40,7 @@ def test_once(gpu: Gpu) -> str:
 
 
 def read_fault(gpu: Gpu) -> str | None:
-    """None: the test has not run on this kind of GPU."""
+    """The kept fault; empty if the kernels are right, None if the test has not run on this kind of GPU."""
     if gpu not in _kept:
         try:
             _kept[gpu] = _file(gpu).read_text()
@@ -50,9 +50,9 @@ def read_fault(gpu: Gpu) -> str | None:
 
 
 def keep_fault(gpu: Gpu, fault: str) -> None:
-    """For this process, and in the cache folder if that can be written."""
+    """Keeps a fault in this process, and in the cache folder if that is writable."""
     _kept[gpu] = fault
-    if "RESOURCE_EXHAUSTED" in fault:  # says nothing about the GPU
+    if "RESOURCE_EXHAUSTED" in fault:  # not a property of the GPU
         return
     file = _file(gpu)
     try:
@@ -69,7 +69,7 @@ def _file(gpu: Gpu) -> Path:
 
 
 def quick_test(gpu: Gpu) -> str:
-    """The cases of `QUICK`, compiled side by side, in threads that know nothing of the caller's trace and settings."""
+    """Runs the cases of `QUICK` in parallel, in threads without the caller's trace and settings. Returns the faults."""
 
     def attend(*arrays: Any, **options: Any) -> Results:
         call = check_call(*arrays, **options)

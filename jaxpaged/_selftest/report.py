@@ -19,9 +19,9 @@ from jaxpaged._by_kernel import Implementation
 from jaxpaged._selftest import cases
 from pallas_kernels.common.sizes import LEAST_COMPUTE_CAPABILITY
 
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # the calls that are timed, in bfloat16
-SIDE = 4096  # side of the matrix product
-# Sequences, tokens of each, and new ones among these.
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # timed calls, in bfloat16
+SIDE = 4096  # side of the matrices of the timed product
+# Sequences, tokens per sequence, and new tokens among these.
 POINTS = {
     "64 x 2048, one token": (64, 2048, 1),
     "8 x 8192, one token": (8, 8192, 1),
@@ -40,7 +40,7 @@ def case_names(compute_capability: float) -> list[str]:
 
 
 def microseconds(run: Callable[[], Any]) -> float:
-    """Device time of a call, from the slope between few calls and many: fixed costs cancel."""
+    """Device time of a call, from the slope between few and many calls, in which fixed costs cancel."""
 
     def seconds(count: int) -> float:
         start = time.perf_counter()
@@ -55,8 +55,8 @@ def microseconds(run: Callable[[], Any]) -> float:
 
 
 def time_point(seqs: int, length: int, q_len: int, implementations: tuple[Implementation, ...]) -> dict[str, float]:
-    """Microseconds of each implementation, and under "limit" of what this GPU can do: for single tokens of XLA summing
-    the same keys and values, for prompts of a matrix product with the same number of operations."""
+    """Microseconds of each implementation, and as "limit" the time that this GPU needs at best: for single tokens, XLA
+    summing the same keys and values; for prompts, a matrix product with the same number of operations."""
     shape = seqs * length // 16 + 1, 16, KV_HEADS, HEAD_DIM
     k_key, v_key, q_key = jax.random.split(jax.random.key(0), 3)
     k_cache, v_cache = (jax.random.normal(key, shape, jnp.bfloat16) for key in (k_key, v_key))
@@ -82,9 +82,9 @@ def num_operations(seqs: int, length: int) -> int:
 
 
 def print_times(points: dict[str, tuple[int, int, int]], implementation: Implementation) -> list[str]:
-    """Prints a table; returns what to report of it."""
+    """Prints a table. Returns summaries of its rows for the report."""
     print("\n| call | by | us | rate | of the limit |\n|---|---|---|---|---|")
-    found = []
+    summaries = []
     for name, (seqs, length, q_len) in points.items():
         times = time_point(seqs, length, q_len, tuple(dict.fromkeys((implementation, "xla"))))
         for way, us in times.items():
@@ -94,8 +94,8 @@ def print_times(points: dict[str, tuple[int, int, int]], implementation: Impleme
             by = way if way != "limit" else "limit: reading" if q_len == 1 else "limit: a matrix product"
             print(f"| {name} | {by} | {us:.1f} | {rate} | {times['limit'] / us:.2f} |")
         us = times[implementation]
-        found.append(f"{name} {us:.0f} us, {times['limit'] / us:.2f} of the limit, {times['xla'] / us:.1f} x XLA")
-    return found
+        summaries.append(f"{name} {us:.0f} us, {times['limit'] / us:.2f} of the limit, {times['xla'] / us:.1f} x XLA")
+    return summaries
 
 
 def report(
@@ -104,10 +104,10 @@ def report(
     names: Iterable[str],
     points: dict[str, tuple[int, int, int]] = POINTS,
 ) -> bool:
-    """Prints the tables and the line to report; returns whether every result is right."""
+    """Prints the tables and the line to report. Returns whether every result is right."""
     names = list(names)
     attend: Any = functools.partial(planned_attention, implementation=implementation, return_lse=True)
-    with ThreadPoolExecutor() as threads:  # nearly all of the time is compilation
+    with ThreadPoolExecutor() as threads:  # most of the time is compilation
         results = dict(zip(names, threads.map(lambda name: cases.check(name, attend), names), strict=True))
     print(f"| case | worst error of a row over its largest number, at most {cases.TOLERANCE} |\n|---|---|")
     for name, (text, is_right) in results.items():
@@ -128,7 +128,7 @@ def versions() -> str:
 
 
 def find_gpu() -> _device.Gpu:
-    """This machine's GPU. Raises `NotImplementedError` if the kernels do not run on it, or without a GPU."""
+    """This machine's GPU. Raises `NotImplementedError` without a GPU, or if the kernels do not run on it."""
     gpu, least = _device.gpu(), LEAST_COMPUTE_CAPABILITY
     if gpu.compute_capability < least:
         raise NotImplementedError(

@@ -1,10 +1,10 @@
-"""Whether the kernels are wrong on a GPU. A plain call imports no other file of the self-test.
+"""The verdict on the kernels on a GPU. A plain call imports no other file of the self-test.
 
-The kernels are known to be right on Hopper. On another kind of GPU a self-test compares them with the reference before
-they compute a call by default: at the first call outside of a trace, or when an `Engine` is made. Its result is kept in
-the user's cache folder, for a GPU, its driver, and the versions of JAX and jaxpaged. A call that is traced before
-computes with the kernels, and a warning names the self-test. With JAXPAGED_SELFTEST=0 in the environment none runs, and
-the kernels compute.
+The kernels are known to be right on Hopper. On any other kind of GPU a self-test compares them with the reference
+before they are used by default: at the first call outside of a trace, or when an `Engine` is made. Its result is kept
+in the user's cache folder, by GPU, driver, and versions of JAX and jaxpaged. A call that is traced before the test uses
+the kernels, with a warning that names the self-test. With JAXPAGED_SELFTEST=0 in the environment no test runs, and the
+kernels are used.
 """
 
 import os
@@ -19,17 +19,17 @@ from jaxpaged._device import Gpu
 
 VARIABLE = "JAXPAGED_SELFTEST"
 CONFIRMED = (9.0,)  # compute capabilities that need no self-test
-# Whose frames a warning passes over, up to the user's line.
+# Warnings skip the frames of these folders, so that they name the user's line.
 LIBRARIES = tuple(f"{os.path.dirname(file)}{os.sep}" for file in (jax.__file__, _device.__file__))
 
-_warned = dict[str, str]()  # messages by reason: once a process
+_warned = dict[str, str]()  # messages by reason; each is given once per process
 
 
 def find_fault(gpu: Gpu, arrays: Any, *, by_name: bool = False) -> str:
-    """Why the kernels must not compute a call on this GPU; empty if they may, also on a GPU without a verdict. If the
-    kernels were named, the self-test does not count.
+    """Why the kernels must not compute a call on this GPU; empty if they may, or if there is no verdict yet.
 
-    `arrays`: of a call that is computed or traced now, which is when the self-test may run; None: it may not.
+    `arrays` are the arguments of a call that is computed or traced now; then the self-test may run. With None it does
+    not run. With `by_name`, for a call that names the kernels, the self-test does not count.
     """
     if gpu.broken_ptxas is not None:
         return (
@@ -56,7 +56,7 @@ def _verdict(gpu: Gpu, arrays: Any) -> str:
         return fault or ""
     if any(isinstance(x, jax.core.Tracer) for x in (jnp.zeros(()), *jax.tree.leaves(arrays))):
         warn_once(
-            f"jaxpaged's kernels compute on {gpu.name}, a kind of GPU on which they have not been tested. Run "
+            f"jaxpaged uses its kernels on {gpu.name}, a kind of GPU on which they have not been tested. Run "
             "`python -m jaxpaged.selftest` once, or call jaxpaged.paged_attention outside of jax.jit. "
             f"{VARIABLE}=0 in the environment: no test, no warning."
         )
@@ -65,7 +65,7 @@ def _verdict(gpu: Gpu, arrays: Any) -> str:
 
 
 def warn_once(message: str, reason: str | None = None) -> None:
-    """Warns the user's line, once a process for each reason."""
+    """Warns at the user's line, once per process for each reason."""
     if (reason or message) not in _warned:
         _warned[reason or message] = message
         warnings.warn(message, skip_file_prefixes=LIBRARIES)

@@ -57,7 +57,7 @@ class Kind:
 
     @property
     def name(self) -> str:
-        """For `EngineStats.num_steps_by_kind`."""
+        """For `EngineStats.steps_by_kind`."""
         return f"{'mixed' if self.is_mixed else 'single'}_{self.width}"
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxpaged._attention.attention_step import AttentionStep
-from jaxpaged._attention.writes import check_written, watch_writes
+from jaxpaged._attention.writes import check_same_trace, check_written, watch_writes
 from jaxpaged._slice.drafting import Draft
 from jaxpaged._slice.kinds import Kind
 from jaxpaged._slice.options import ResolvedOptions
@@ -56,6 +56,8 @@ def apply_model(
                 )
     if not jax.tree.leaves(hidden):
         raise ValueError(f"apply must return hidden states, or logits if the engine has no head; got {hidden!r}.")
+    for name, tree in (("caches", new_caches), ("hidden", hidden), ("aux", aux)):
+        check_same_trace(name, tree, tokens)
     new_caches = in_same_containers(caches, new_caches)
     if changed := difference(caches, new_caches):
         raise ValueError(f"apply must return caches like those it was given; {changed}.")

@@ -19,6 +19,8 @@ def difference(before: Any, after: Any) -> str | None:
     structures: list[Any] = [jax.tree.structure(tree) for tree in (before, after)]
     if structures[0] == structures[1]:
         return None
+    if type(before) is type(after):
+        return "containers in it or their static fields differ, such as the train or eval mode of a Flax module"
     return f"it was a {type(before).__name__} and is a {type(after).__name__}"
 
 

@@ -1,7 +1,7 @@
-"""Asynchronous copies of 16 bytes a thread from GMEM to SMEM (cp.async), which every NVIDIA GPU since Ampere has.
+"""Asynchronous copies from GMEM to SMEM, 16 bytes a thread (cp.async), on every NVIDIA GPU since Ampere.
 
-SMEM is tiled and swizzled as Mosaic's products expect it. Everything here is traced inside the kernel, by all 128
-threads of a program. Interpret mode copies at once.
+SMEM is tiled and swizzled as Mosaic's products expect. All functions are traced inside the kernel and run on all 128
+threads of a program. In interpret mode the copies are synchronous.
 """
 
 from collections.abc import Sequence
@@ -77,8 +77,11 @@ def _copy_scales_at_once(
 def copy_rows(
     source: Any, target: Any, transforms: Any, first: Sequence[jax.Array], *, group: int, num_rows: int
 ) -> None:
-    """Starts to copy q: row r of `target` [rows, width] from `source` [seqs, q_len, heads, head_dim] at `first`, a
-    sequence and a head, and from there token r // group, head r % group. Zeros past `num_rows` and past the head."""
+    """Starts copying Q from `source` [seqs, q_len, heads, head_dim] to `target` [rows, width].
+
+    `first` is a sequence and its first head. Row r is token r // group and head r % group from there. Rows past
+    `num_rows` and columns past head_dim become zero.
+    """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(transforms), SCALAR, SCALAR))
     def start(_: Any, source: Any, target: Any, *scalars: Any) -> None:
@@ -88,7 +91,7 @@ def copy_rows(
             token, of_group = quotient(chunk.row, group), remainder(chunk.row, group)
             row = total(product(seq, q_len * heads), product(token, heads), head, of_group)
             is_there = arith.andi(below(chunk.row, num_rows), below(chunk.byte, 2 * head_dim))
-            # A missing row is not read either: it must not be past the end of q.
+            # cp.async reads nothing for a missing row, but its address must still be within q.
             row = arith.select(is_there, row, i32(0))
             copy(_address(source, wide(row), 2 * head_dim, chunk.byte), chunk.smem, is_there)
 
@@ -100,12 +103,12 @@ def copy_tile(
     source: Any,  # GMEM [blocks, block_size, kv_heads, head_dim]
     target: Any,  # SMEM [tile, width]
     transforms: Any,
-    ids: Sequence[jax.Array],  # the blocks of the tile
-    slot: jax.Array,  # where the tile begins in the first block
+    ids: Sequence[jax.Array],  # the tile's blocks
+    slot: jax.Array,  # the tile's first slot in the first block
     kv_head: jax.Array,
-    seen: tuple[jax.Array, ...] = (),  # rows of the tile to be copied: the first, and one past the last; none: all
+    seen: tuple[jax.Array, ...] = (),  # rows of the tile to copy: the first, and one past the last; empty: all rows
 ) -> None:
-    """Starts to copy a tile, with zeros instead of other rows, and past the end of a head narrower than `target`."""
+    """Starts copying a tile. Rows outside `seen` and columns past head_dim become zero."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(transforms), *[SCALAR] * (2 + len(seen) + len(ids))))
     def start(_: Any, source: Any, target: Any, *scalars: Any) -> None:
@@ -119,7 +122,7 @@ def copy_tile(
             is_there = None if row_bytes == chunk.width else below(chunk.byte, row_bytes)
             byte = chunk.byte if is_there is None else arith.select(is_there, chunk.byte, i32(0))
             block_id, of_thread, after = _locate(chunk.thread_row, chunk.rows_after, chunk.rows, block_ids, tile)
-            # First the part that depends on the thread, which stays in a register from tile to tile.
+            # The part that depends on the thread comes first: it stays in a register from tile to tile.
             place = total(product(of_thread, kv_heads * row_bytes), byte)
             of_tile = product(total(product(arith.addi(slot, i32(after)), kv_heads), kv_head), row_bytes)
             block = product(wide(block_id), block_size * kv_heads * row_bytes)
@@ -140,8 +143,8 @@ def copy_tile(
 def copy_scales(
     source: Any, target: Any, ids: Sequence[jax.Array], slot: jax.Array, kv_head: jax.Array, threads: int = THREADS
 ) -> None:
-    """Starts to copy scales f32 [blocks, block_size, kv_heads] of the tokens of a tile to `target` [tile], at most as
-    many as there are threads: of a warpgroup or a warp."""
+    """Starts copying the scales of a tile's tokens, f32 [blocks, block_size, kv_heads], to `target` [tile]. Each of the
+    `threads` threads, a warpgroup or a warp, copies at most one."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *[SCALAR] * (2 + len(ids))))
     def start(_: Any, source: Any, target: Any, *scalars: Any) -> None:
@@ -167,7 +170,7 @@ def copy_scales(
 
 @interpreted_by(nothing)
 def commit() -> None:
-    """The copies that were started since the last call are one group."""
+    """Makes one group of all copies started since the last call."""
 
     @plgpu.inline_mgpu()
     def commit_group(_: Any) -> None:
@@ -178,7 +181,7 @@ def commit() -> None:
 
 @interpreted_by(plgpu.commit_smem)
 def barrier() -> None:
-    """All threads have come here, and what any of them has written to SMEM is there for all."""
+    """Waits for all threads of the warpgroup. Their writes to SMEM are then visible to each other."""
 
     @plgpu.inline_mgpu()
     def wait_for_warps(_: Any) -> None:
@@ -189,7 +192,7 @@ def barrier() -> None:
 
 @interpreted_by(nothing)
 def wait_own(pending: int) -> None:
-    """All groups but the last `pending` of this thread have arrived."""
+    """Waits until all but the last `pending` groups of this thread have arrived."""
 
     @plgpu.inline_mgpu()
     def wait_group(_: Any) -> None:
@@ -200,7 +203,7 @@ def wait_own(pending: int) -> None:
 
 @interpreted_by(nothing)
 def wait(pending: int) -> None:
-    """All groups but the last `pending` have arrived, for every thread."""
+    """Waits until all but the last `pending` groups of every thread have arrived."""
 
     @plgpu.inline_mgpu()
     def wait_group(_: Any) -> None:
@@ -211,8 +214,11 @@ def wait(pending: int) -> None:
 
 
 def _locate(thread_row: Any, rows_after: int, rows: range, ids: Sequence[Any], tile: int) -> tuple[Any, Any, int]:
-    """The block of row `thread_row + rows_after` of a tile, which is in `rows`; and the row in the tile's part of the
-    block, as one of the thread and rows after it."""
+    """Locates a row of a tile: its block id, and its row within the tile's part of that block.
+
+    The row is `thread_row + rows_after`, which is in `rows`. The result has the same form: a row that may depend on the
+    thread, and static rows after it.
+    """
     run = tile // len(ids)
     first = rows[0] // run
     if rows[-1] // run == first and rows_after >= first * run:
@@ -224,14 +230,14 @@ def _locate(thread_row: Any, rows_after: int, rows: range, ids: Sequence[Any], t
 
 
 def copy(gmem: Any, smem: Any, is_there: Any | None) -> None:
-    """A thread copies from one address to another; zeros if the source is missing."""
+    """Copies 16 bytes from one address to another, or writes zeros if the source is missing."""
     if is_there is None:
         utils.inline_ptx("cp.async.cg.shared.global [$0], [$1], 16;", smem, gmem, has_side_effects=True)
         return
-    num_bytes = arith.select(is_there, i32(CHUNK), i32(0))  # what it does not read is zero
+    num_bytes = arith.select(is_there, i32(CHUNK), i32(0))  # bytes that are not read become zero
     utils.inline_ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", smem, gmem, num_bytes, has_side_effects=True)
 
 
 def _address(array: Any, row: Any, row_bytes: int, byte: Any) -> Any:
-    """i64, of a byte of a row of an array in GMEM."""
+    """The i64 address of a byte in a row of an array in GMEM."""
     return arith.addi(pointer(array, 64), arith.addi(product(row, row_bytes), wide(byte)))

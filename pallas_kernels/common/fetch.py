@@ -1,4 +1,4 @@
-"""Blocks of K and V, and the rings of tiles in SMEM that they are copied into."""
+"""Block lookup, and copies of K and V blocks into rings of tiles in SMEM."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,22 +11,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.sizes import div, rem
 
-WARPS = 4  # that copy, of a warpgroup
-Ids = tuple[jax.Array, ...]  # the blocks of a tile
+WARPS = 4  # warps of a warpgroup; all of them copy
+Ids = tuple[jax.Array, ...]  # block ids of a tile
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """A ring of tiles of K, or of V."""
+    """A ring of K or V tiles."""
 
     source: Any  # GMEM [blocks, block_size, kv_heads, head_dim]
     target: Any  # SMEM [stages, tile, width]
-    full: Any  # barriers [stages]; None: the copies are counted in groups
-    free: Any = None  # barriers [stages], if other warps fetch than compute
+    full: Any  # barriers [stages]; None: arrivals are counted in groups of cp.async
+    free: Any = None  # barriers [stages], if the warps that fetch are not those that compute
 
 
 def rows_of_copy(block_size: int, tile_tokens: int) -> int:
-    """Tokens of a cache block in one copy."""
+    """Tokens of a cache block that one copy moves."""
     return min(block_size, tile_tokens // WARPS)
 
 
@@ -34,10 +34,10 @@ def block_at(
     tables: Any,  # int32 [seqs, max_blocks]
     seq: jax.Array,
     entry: jax.Array,
-    entries: tuple[jax.Array, jax.Array],  # with a token that some query sees: the first, and one past the last
+    entries: tuple[jax.Array, jax.Array],  # entries with a token that some query sees: the first, and one past the last
     num_blocks: int,
 ) -> jax.Array:
-    """The block at an entry of a table row that may be followed, clamped to the pool; else block 0, which is masked."""
+    """The block id at `entry`, clamped to the pool. Outside `entries` it is block 0, whose tokens are masked."""
     block_id = tables[seq, jnp.minimum(entry, tables.shape[1] - 1)]
     follow = jnp.logical_and(entry >= entries[0], entry < entries[1])
     return jnp.where(follow, jnp.clip(block_id, 0, num_blocks - 1), 0)
@@ -48,10 +48,10 @@ def blocks_of_tile(
     seq: jax.Array,
     start: jax.Array,  # first token of the tile, in the sequence
     tile_tokens: int,
-    entries: tuple[jax.Array, jax.Array],  # as of `block_at`
+    entries: tuple[jax.Array, jax.Array],  # as in `block_at`
     cache: Any,  # [blocks, block_size, ...]
 ) -> Ids:
-    """The null block where nothing may be read."""
+    """Block ids of a tile; block 0 for entries outside `entries`."""
     num_blocks, block_size = cache.shape[:2]
     first = div(start, block_size)
     numbers = (first + j for j in range(max(1, tile_tokens // block_size)))
@@ -59,16 +59,16 @@ def blocks_of_tile(
 
 
 def copy_tile(
-    copy: Callable[[jax.Array, Any, Any], None],  # asks the copy engine for tokens of a block, for rows of the tile
+    copy: Callable[[jax.Array, Any, Any], None],  # starts the copy of (block_id, tokens of the block, rows of the tile)
     ids: Ids,
     offset: jax.Array,  # slot of its first token in the first block
     block_size: int,
     tile_tokens: int,
 ) -> None:
-    """Calls `copy` for the pieces of a tile of the computing warpgroup: each warp for every fourth."""
+    """Calls `copy` for each piece of a tile. The pieces are dealt to the four warps of the warpgroup."""
     count = rows_of_copy(block_size, tile_tokens)
     copies_of_id = tile_tokens // len(ids) // count
-    plgpu.commit_smem()  # all warps' reads of this place come before the copy engine's writes
+    plgpu.commit_smem()  # orders all warps' reads of this stage before the copy engine's writes
 
     @plgpu.warp_map
     def _copy(warp: jax.Array) -> None:

@@ -1,4 +1,4 @@
-"""Interpret mode: kernels on a CPU, without what only a GPU has. A function that needs a GPU names its twin there."""
+"""Interpret mode: kernels on a CPU. A function that needs a GPU names a replacement for interpret mode."""
 
 import contextlib
 import contextvars
@@ -13,7 +13,8 @@ _params: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", defau
 
 @contextlib.contextmanager
 def interpret_mode(params: Any) -> Iterator[None]:
-    """Kernels that are launched here are interpreted; `params` as `interpret` of `plgpu.kernel`, None for a GPU."""
+    """Interprets kernels launched in this context. `params` is the `interpret` argument of `plgpu.kernel`; None means a
+    GPU."""
     token = _params.set(params)
     try:
         yield
@@ -22,12 +23,12 @@ def interpret_mode(params: Any) -> Iterator[None]:
 
 
 def interpreted() -> bool:
-    """Whether the kernel that is launched, or whose body is traced, is interpreted."""
+    """Whether the kernel being launched or traced is interpreted."""
     return bool(_params.get())
 
 
 def interpreted_by(twin: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Decorates a function that only a GPU has: in interpret mode `twin` gets its arguments."""
+    """Decorates a function that needs a GPU: in interpret mode `twin` is called with the same arguments."""
 
     def decorate[F: Callable[..., Any]](function: F) -> F:
         @functools.wraps(function)
@@ -40,7 +41,7 @@ def interpreted_by(twin: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 def nothing(*_: Any) -> None:
-    """The twin of what interpret mode does not need."""
+    """Replaces a function that interpret mode does not need."""
 
 
 def _two_buffers(first: Any, second: Any) -> Any:
@@ -49,12 +50,12 @@ def _two_buffers(first: Any, second: Any) -> Any:
 
 @interpreted_by(_two_buffers)
 def two_views(first: Any, second: Any) -> Any:
-    """A buffer in SMEM, seen in two ways; in interpret mode, which has no views, two buffers."""
+    """Two views of one buffer in SMEM. Interpret mode has no views and gets two buffers."""
     return plgpu.RefUnion(first, second)
 
 
 def in_this_mode[F: Callable[..., Any]](function: F) -> F:
-    """The function in the mode of now, also if it is traced later, as under `jax.vmap`."""
+    """Binds the function to the current mode, even if it is traced later, as under `jax.vmap`."""
     params = _params.get()
 
     @functools.wraps(function)
@@ -66,5 +67,5 @@ def in_this_mode[F: Callable[..., Any]](function: F) -> F:
 
 
 def kernel(body: Callable[..., None], **how: Any) -> Any:
-    """`plgpu.kernel`, in the mode of now."""
+    """`plgpu.kernel` in the current mode."""
     return plgpu.kernel(in_this_mode(body), interpret=_params.get(), **how)

@@ -1,4 +1,4 @@
-"""How an attention kernel is called: with its arrays by the names of its `Refs`, and its options among them."""
+"""Launch of an attention kernel: passes arrays and options by the names of the kernel's `Refs`."""
 
 import dataclasses
 import functools
@@ -17,15 +17,15 @@ from pallas_kernels.common.interface import AttentionOptions, given
 
 def launch(
     name: str,
-    body: Callable[[Any], None],  # gets the `refs`
-    refs: Callable[..., Any],  # makes the `refs`
-    inputs: dict[str, Any],  # arrays and pytrees of them; None: not of this call
+    body: Callable[[Any], None],  # called with the refs
+    refs: Callable[..., Any],  # makes the refs
+    inputs: dict[str, Any],  # arrays and pytrees of arrays; None: not used by this call
     out_types: dict[str, Any],
     *,
     reduction_bytes: int = 2048,  # SMEM for reductions across warps
-    **how: Any,  # of `plgpu.kernel`
+    **how: Any,  # arguments of `plgpu.kernel`
 ) -> Any:
-    """The outputs. If `arrivals` is the last of them, it is zeros at first."""
+    """Returns the outputs. If the last one is `arrivals`, it starts as zeros."""
     operands, structure = jax.tree.flatten(tuple(inputs.values()))
 
     def kernel(*arrays: Any, **scratch_refs: Any) -> None:
@@ -53,13 +53,13 @@ def launch(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OptionRefs:
-    """Arrays before the launch, inside the kernel refs. None: left out."""
+    """The options: arrays before the launch, refs inside the kernel. None: the call does not use the option."""
 
     scale: Any  # f32 [1]
     sliding_window: Any  # int32 [1]
     logits_soft_cap: Any  # f32 [1]
-    alibi_slopes: Any  # f32, by the rows of a program
-    sinks: Any  # as alibi_slopes; None too if they are left to a merge
+    alibi_slopes: Any  # f32, one per row of a program
+    sinks: Any  # as alibi_slopes; also None if a later merge applies them
     tree_bits: Any  # int32 [seqs, words, rows]
     k_scale: Any  # f32 [1], [kv_heads] or [blocks, block_size, kv_heads]
     v_scale: Any  # as k_scale
@@ -97,13 +97,13 @@ class OptionRefs:
 
 
 def bits_by_row(bits: jax.Array, *, group: int, rows: int) -> jax.Array:
-    """uint32 [seqs, q_len, words] -> int32 [seqs, words, rows], the same for every head, zero in the padding."""
+    """uint32 [seqs, q_len, words] -> int32 [seqs, words, rows]: repeated for each head, zero in the padding."""
     by_row = jnp.repeat(lax.bitcast_convert_type(bits, jnp.int32).swapaxes(1, 2), group, axis=2)
     return jnp.pad(by_row, ((0, 0), (0, 0), (0, rows - by_row.shape[2])))
 
 
 def by_row(by_head: jax.Array, *, kv_heads: int, q_len: int, rows: int) -> jax.Array:
-    """f32 [heads] -> [kv_heads, rows], the same for every query token, zero in the padding."""
+    """f32 [heads] -> [kv_heads, rows]: repeated for each query token, zero in the padding."""
     by_head = by_head.reshape(kv_heads, 1, -1)
     group = by_head.shape[-1]
     by_row = jnp.broadcast_to(by_head, (kv_heads, q_len, group)).reshape(kv_heads, q_len * group)

@@ -1,7 +1,7 @@
-"""MLIR in the kernels: arithmetic, a thread's registers, and a matrix in SMEM in chunks that threads copy.
+"""MLIR helpers: arithmetic, a thread's registers, and the chunks of a matrix in SMEM that threads copy.
 
-All of it is inlined into the kernels, for the 128 threads of a warpgroup. The type stubs of MLIR's dialects describe
-the generated classes, not the functions used in their place.
+The code is inlined into the kernels and runs on the 128 threads of a warpgroup. The type stubs of MLIR's dialects
+describe the generated classes, not the functions that replace them.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ scf: Any = _scf
 
 
 def constant(kind: str, x: float) -> Any:
-    """A constant of a type that is given by its name in MLIR."""
+    """A constant; `kind` is the MLIR name of its type."""
     return arith.constant(ir.Type.parse(kind), x)
 
 
@@ -37,19 +37,19 @@ def scalar_of(x: Any) -> Any:
 
 
 def numbers_of(of: Any) -> list[Any]:
-    """Those of a vector."""
+    """The elements of a vector."""
     (count,) = ir.VectorType(of.type).shape
     return [vector.extract(of, dynamic_position=[], static_position=[i]) for i in range(count)]
 
 
 def make_array(registers: Iterable[Any], layout: Any, shape: tuple[int, ...]) -> fa.FragmentedArray:
-    """From the registers of a thread, floating-point numbers, in a layout of Mosaic."""
+    """An array in one of Mosaic's layouts, from a thread's floating-point registers."""
     flat = np.fromiter(registers, dtype=object).reshape(layout.registers_shape(shape))
     return fa.FragmentedArray(_registers=flat, _layout=layout, _is_signed=None)
 
 
 def pointer(array: Any, bits: int = 32) -> Any:
-    """The address of an array in SMEM; in GMEM with 64 bits."""
+    """The address of an array: 32 bits in SMEM, 64 in GMEM."""
     return llvm.ptrtoint(integer(bits), utils.memref_ptr(array))
 
 
@@ -94,14 +94,14 @@ def is_less(x: Any, y: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """16 bytes that a thread copies."""
+    """16 bytes of a matrix in SMEM that a thread copies."""
 
-    thread_row: Any  # i32, of the matrix in SMEM, `rows_after` rows before the chunk's
+    thread_row: Any  # i32, the row `rows_after` rows before the chunk's
     rows_after: int
-    rows: range  # in which the chunk's row is, whatever the thread
-    byte: Any  # i32, of the row
+    rows: range  # contains the chunk's row for every thread
+    byte: Any  # i32, first byte in the row
     width: int  # bytes of a row
-    smem: Any  # address, i32
+    smem: Any  # i32, the chunk's address
 
     @property
     def row(self) -> Any:
@@ -109,10 +109,10 @@ class Chunk:
 
 
 def chunks(smem: Any) -> Iterator[Chunk]:
-    """Those that a thread of a warpgroup copies; smem: [row tiles, column tiles, 8, columns of a tile].
+    """The chunks that this thread of a warpgroup copies. `smem`: [row tiles, column tiles, 8, columns of a tile].
 
-    A thread's chunks repeat their place in a row and in a tile, whole tiles further on: what depends on the thread is
-    computed once, and is in few registers.
+    All chunks of a thread have the same position within their tile. So the part of an address that depends on the
+    thread is computed once and needs few registers.
     """
     smem_type = ir.MemRefType(smem.type)
     row_tiles, column_tiles, tile_rows, tile_columns = smem_type.shape
@@ -128,7 +128,7 @@ def chunks(smem: Any) -> Iterator[Chunk]:
         if not again or not is_whole:
             again, in_period = 0, first
             number = arith.addi(thread(), i32(first))
-            if not is_whole:  # few rows: some threads copy what others copy too
+            if not is_whole:  # few rows: several threads copy the same chunk
                 number = remainder(number, num_chunks)
             row, byte = quotient(number, in_row), product(remainder(number, in_row), CHUNK)
             tile = total(product(quotient(row, tile_rows), column_tiles), quotient(byte, row_bytes))
@@ -137,7 +137,7 @@ def chunks(smem: Any) -> Iterator[Chunk]:
                 product(remainder(row, tile_rows), row_bytes),
                 remainder(byte, row_bytes),
             )
-            # The swizzle: bits 4 to 6 of an address, or fewer for narrower tiles, turned by bits 7 to 9.
+            # The swizzle: bits 4 to 6 of the address (fewer for narrower tiles), xor bits 7 to 9.
             turn = arith.andi(arith.shrui(offset, i32(7)), i32(row_bytes // CHUNK - 1))
             offset = arith.xori(offset, arith.shli(turn, i32(4)))
             places[first] = row, byte, arith.addi(pointer(smem), offset)

@@ -1,8 +1,8 @@
-"""The partitions of each sequence, if a batch's partitions are shared out by length.
+"""Partition plans: how many partitions each sequence of a batch gets, by its length.
 
-XLA computes the plan on the device, before the kernel. The decode kernel follows it, and merges the partitions.
-Any plan gives the same result up to rounding: a sequence's tiles go to its partitions in turn, whatever the number of
-either.
+XLA computes the plan on the device, before the kernel. The decode kernel follows it and merges the partitions. Every
+plan gives the same result up to rounding, because a sequence's tiles are dealt to its partitions in turn, whatever
+their number.
 """
 
 import dataclasses
@@ -13,19 +13,19 @@ import jax.numpy as jnp
 
 from pallas_kernels.common import sizes
 
-TILE = 64  # tokens by which lengths are counted
-LEAST_TILES = 8  # a sequence of no more stays whole: shorter partitions cost more to merge than they even out
+TILE = 64  # tokens; lengths are counted in tiles
+LEAST_TILES = 8  # a sequence up to this length stays whole: merging shorter partitions costs more than it saves
 
-LONG = 3072  # tokens of a KV head for each SM
+LONG = 3072  # tokens per KV head and SM
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PartitionPlan:
-    """Partitions of each sequence, at least one, the longest first. Those left over come last, as more of the last
-    sequence's: their index is not below the number of its partitions."""
+    """The partitions of all sequences, the longest first; each sequence has at least one. Unused entries come last,
+    with the last sequence and an index that is not below its number of partitions."""
 
-    partitions: jax.Array  # int32 [total_partitions, 3]: sequence, index in it, how many it has
+    partitions: jax.Array  # int32 [total_partitions, 3]: sequence, index in the sequence, partitions of the sequence
     partition_starts: jax.Array  # int32 [seqs + 1], exclusive prefix sums, the last at most total_partitions
 
     @property
@@ -34,20 +34,21 @@ class PartitionPlan:
 
 
 def plan_pays(num_sms: int, *, pairs: int, seen: int) -> bool:
-    """Whether a call may last so long that some sequences can be much longer than the others, and that XLA makes the
-    plan while the layer before still runs. `pairs` of a sequence and a KV head may see `seen` tokens each."""
+    """Whether a plan is worth making: the call is long enough for some sequences to be much longer than others, and for
+    XLA to make the plan while the previous layer still runs. There are `pairs` pairs of a sequence and a KV head; each
+    sees up to `seen` tokens."""
     # [one_kernel_h200, plan_kernel_h100, plan_kernels_h100, plans_h100 of benchmarks/results/decisions/]
     return pairs * seen > LONG * num_sms
 
 
 def programs_at_once(num_sms: int, kv_heads: int) -> int:
-    """Partitions of a KV head that run at the same time: four programs a SM for all KV heads."""
+    """Partitions per KV head that run at the same time: an SM runs four programs."""
     return 4 * num_sms // kv_heads  # [plans_h100 of benchmarks/results/decisions/]
 
 
 def default_total(seqs: int, at_once: int) -> int:
-    """Partitions of a KV head to share out by length, where `at_once` run at the same time."""
-    # Twice the number of sequences: one no longer than the mean stays whole, and needs no merge.
+    """Partitions per KV head of a plan, if `at_once` run at the same time."""
+    # At least twice the number of sequences: then a sequence up to the mean length stays whole and needs no merge.
     return seqs + max(seqs, at_once)
 
 
@@ -61,25 +62,25 @@ def default(lengths: jax.Array, window: jax.Array | None, *, q_len: int, at_once
 def make(
     lengths: jax.Array, window: jax.Array | None, *, q_len: int, total_partitions: int, at_once: int = 0
 ) -> PartitionPlan:
-    """Shares `total_partitions`, more than there are sequences, out over int32 lengths [seqs]; window is int32 [].
+    """Distributes `total_partitions`, more than there are sequences, over int32 lengths [seqs]; window is int32 [].
 
-    Whatever the lengths and the window, each sequence gets one at least, and no partition more tiles than `most` =
-    ceil(all tiles / (total_partitions - seqs)), or LEAST_TILES. The partitions suffice: ceil(tiles / most), added up
-    over the sequences, is at most `total_partitions`. A partition gets up to half more tiles than `most` if then all
-    run at the same time, `at_once` per KV head.
+    For all lengths and windows, each sequence gets at least one partition, and no partition has more tiles than `most`
+    = ceil(all tiles / (total_partitions - seqs)), or LEAST_TILES. There are enough partitions for this: the sum of
+    ceil(tiles / most) over the sequences is at most `total_partitions`. A partition may get up to half more tiles than
+    `most` if all partitions then run at the same time, `at_once` per KV head.
     """
     seqs = lengths.shape[0]
     first, end = jax.vmap(lambda length: sizes.tile_range(length, window, q_len, TILE))(lengths)
     tiles = jnp.clip(end - first, 0, 2**30 // seqs)  # so that their sum is an int32
     most = jnp.maximum(-(-tiles.sum(dtype=jnp.int32) // (total_partitions - seqs)), LEAST_TILES)
-    # A few programs that start when the others end leave the GPU idle, unless partitions are short.
+    # A second wave of only a few programs leaves the GPU mostly idle, unless partitions are short.
     # [outliers_h100 of benchmarks/results/decisions/]
     longer = most + jnp.arange(33, dtype=jnp.int32) * -(-most // 64)
     fits = (_counts(tiles[None], longer[:, None]).sum(axis=1) <= at_once) & (longer <= most + most // 2)
     most = jnp.where(fits.any() & (most > LEAST_TILES), longer[jnp.argmax(fits)], most)
     counts = _counts(tiles, most)
 
-    # The longest begin, and the short ones fill the gaps at the end. [plan_order_h200, plans_h100]
+    # The longest start first, so that short ones fill the gaps at the end. [plan_order_h200, plans_h100]
     order = jnp.argsort(-(tiles // counts)).astype(jnp.int32)
     ends = jnp.cumsum(counts[order], dtype=jnp.int32)
     entries = jnp.arange(total_partitions, dtype=jnp.int32)
@@ -92,5 +93,5 @@ def make(
 
 
 def _counts(tiles: jax.Array, most: jax.Array) -> jax.Array:
-    """Partitions of sequences of `tiles` tiles, at most `most` tiles in each."""
+    """Number of partitions of sequences with `tiles` tiles, if a partition has at most `most` tiles."""
     return jnp.maximum(-(-tiles // most), 1)

@@ -1,6 +1,6 @@
-"""Shared by the softmaxes of the kernels: the soft cap of logits, sums brought to a higher maximum, finished sums.
+"""Parts of the online softmax that all kernels share: soft cap, rescaling to a new maximum, normalisation.
 
-Everything here is traced inside the kernels.
+All functions are traced inside the kernels.
 """
 
 from typing import Any
@@ -15,27 +15,27 @@ from pallas_kernels.common.interpret import interpreted_by
 from pallas_kernels.common.mlir import arith, constant, integer, make_array, scf
 from pallas_kernels.common.rows import LN2, LOG2E, ROWS, ROWS_FIRST, Orientation
 
-# The sum e + 1 is rounded, and the cap multiplies its error: 7e-4 of a logit here. Larger caps, which mean no cap
-# (infinity comes as 1e30), are lowered to this one. It changes a logit of 30 by 5e-4 and one of 100 by 0.02, less than
-# the rounding of q and k to 16 bits.
+# `soft_capped` rounds exp(2 x) + 1, and the cap multiplies that error: at this cap the error of a logit is 7e-4. Larger
+# caps mean no cap (infinity is passed as 1e30) and are lowered to this one. That changes a logit of 30 by 5e-4 and a
+# logit of 100 by 0.02, less than the rounding of q and k to 16 bits.
 LARGEST_CAP = 4096.0
 
 
 def soft_capped(products: jax.Array, scale: jax.Array, cap: jax.Array, orientation: Orientation) -> jax.Array:
     """cap tanh(scale products / cap), in units of log2; scale f32 [], or [rows]."""
-    # tanh(x) = 1 - 2 / (exp(2 x) + 1): the hardware's own tanh is good to 2^-11 only.
+    # tanh(x) = 1 - 2 / (exp(2 x) + 1), because the hardware's tanh has an error of 2^-11.
     cap = jnp.minimum(cap, LARGEST_CAP)
     e = jnp.exp2(orientation.times(products, scale / cap * (2 * LOG2E)))
     return (cap * LOG2E) * (1.0 - 2.0 / (e + 1.0))
 
 
-# In units of log2, by which a logit may exceed m before O is scaled to it: weights of 2^8 are far from overflow.
+# How far a logit may exceed m before O is rescaled, in units of log2. Weights of 2^8 are far from overflow.
 HEADROOM = 8.0
 
 
 @interpreted_by(ROWS_FIRST.times)
 def rescale(acc: jax.Array, alpha: jax.Array) -> jax.Array:
-    """acc f32 [rows, width] times alpha f32 [rows]; a warp in all of whose rows alpha is 1 leaves acc as it is."""
+    """acc f32 [rows, width] times alpha f32 [rows]. A warp skips the product if alpha is 1 in all its rows."""
 
     @plgpu.inline_mgpu(
         arg_types=(ROWS, ROWS_FIRST.vector),
@@ -65,14 +65,15 @@ def rescale(acc: jax.Array, alpha: jax.Array) -> jax.Array:
 
 
 def raised(m: jax.Array, highest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The new m, and what sums so far are multiplied with, f32 [rows]. m is the highest logit so far, or a little less,
-    in units of log2."""
+    """Returns the new m and alpha, the factor for the sums so far, both f32 [rows]. m is the highest logit so far, or
+    up to HEADROOM less, in units of log2."""
     m_new = jnp.where(highest > m + HEADROOM, highest, m)
     return m_new, jnp.exp2(m - m_new)
 
 
 def normalise(m: jax.Array, l: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The factor of a row's sum, and its lse, natural logarithm; 0 and -inf for a row that saw nothing.
+    """Returns the factor that normalises a row's sum, and its lse (natural logarithm); 0 and -inf for a row that saw no
+    token.
 
     m, in units of log2, and l are f32 [rows]. A row that saw a token has l > 0, or NaN.
     """

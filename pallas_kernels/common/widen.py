@@ -1,25 +1,25 @@
-"""8-bit caches on chip: from SMEM straight to the left operands of the products, widened to float16 in registers.
+"""Widening of 8-bit caches to float16 in registers, from SMEM to the left operands of the products.
 
-The tensor cores multiply 16-bit numbers, and only 16-bit numbers can be transposed when they are read from SMEM. So a
-tile is read as words of two neighbouring columns of the head, for V transposed. Each register holds two words, and is
-split into two registers of two float16 each. Nothing widened goes back to SMEM.
+The tensor cores multiply 16-bit numbers, and only 16-bit numbers can be transposed while they are read from SMEM. So a
+tile is read as words of two neighbouring columns of the head, and transposed for V. Each register holds two words and
+is split into two registers of two float16 each. Widened numbers never go back to SMEM.
 
-The cheapest way leaves the columns of the head out of order, though only within each 16:
+The cheapest split permutes the columns of the head within each group of 16:
 
     K: position 8 h + 2 i + j holds column 4 i + 2 h + j,    V: position 8 h + i holds column 2 i + h
 
-So Q is put into the order of K once, before the first tile, and O back from the order of V once, after the last.
+So Q is permuted to the order of K once, before the first tile, and O back from the order of V once, after the last.
 
-float16 holds every float8_e4m3fn, float8_e5m2 and int8, with subnormals, infinities and NaN. It does not hold every
-bfloat16: each row of such a Q is divided by a power of two that brings its largest number to between 1 and 2, and its
-logits are multiplied by that power. Numbers below 2^-14 of the largest lose bits, those below 2^-24.
-Weights of a softmax up to 2^HEADROOM use float16's whole range: down to 2^-29 of the largest, a weight is off by at
-most 2^-11 of itself; a bfloat16 one is off by 2^-9.
+float16 represents every float8_e4m3fn, float8_e5m2 and int8 exactly, with subnormals, infinities and NaN, but not every
+bfloat16. Each row of a bfloat16 Q is divided by a power of two that brings its largest number between 1 and 2, and its
+logits are multiplied by that power. Numbers below 2^-14 of the largest then lose bits, those below 2^-24 all of them.
+Softmax weights up to 2^HEADROOM use float16's whole range: down to 2^-29 of the largest, the relative error of a
+weight is at most 2^-11; in bfloat16 it would be 2^-9.
 
-The prefill kernel, which widens K and V in SMEM, uses only the conversions from here.
+The prefill kernel widens K and V in SMEM and uses only the conversions of this module.
 
-Everything here is traced inside the kernels. Interpret mode has neither two views of one buffer nor products with an
-operand in registers: there the same orders come about by reshaping.
+All functions are traced inside the kernels. Interpret mode has neither two views of one buffer nor products with an
+operand in registers, so it makes the same orders by reshaping.
 """
 
 import dataclasses
@@ -41,8 +41,8 @@ from pallas_kernels.common.mlir import integer, make_array, numbers_of
 from pallas_kernels.common.rows import LEFT, ROWS, ROWS_LAST, matrix
 from pallas_kernels.common.sizes import COLUMNS, zero_unless
 
-HEADROOM = 15  # the running maximum is kept this much too small, in units of log2
-# [32 words, tokens], 8 words to a warp: widened, the 16 rows that ROWS gives it.
+HEADROOM = 15  # the running maximum is lowered by this, in units of log2
+# [32 words, tokens], 8 words per warp: widened, they are the warp's 16 rows in ROWS.
 WORDS = plgpu.Layout.TILED(
     fragmented_array.Tiling(((32, 8), (8, 8), (2,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
 )
@@ -51,7 +51,7 @@ V_ORDER = tuple(2 * i + h for h in range(2) for i in range(8))
 
 
 def scratch(shape: tuple[int, int, int], dtype: Any) -> Any:
-    """SMEM for a ring of tiles, [stages, tile, width], as the copies write them and as words."""
+    """SMEM for a ring of tiles, in two views: [stages, tile, width] for the copies, and words."""
     stages, tile, width = shape
     ring = plgpu.SMEM(shape, dtype, transforms=matrix(COLUMNS, 1))
     words = plgpu.SMEM((stages, tile, width // 2), jnp.int16, transforms=matrix(COLUMNS // 2, 2))
@@ -60,7 +60,7 @@ def scratch(shape: tuple[int, int, int], dtype: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """A ring of tiles, [stages, tile, width], and the same bytes as words, which interpret mode does not read."""
+    """A ring of tiles, [stages, tile, width], and the same bytes as words (unused in interpret mode)."""
 
     narrow: Any
     words: Any  # int16 [stages, tile, width / 2]
@@ -70,7 +70,7 @@ class Tiles:
 
     @interpreted_by(_narrow_keys)
     def keys(self, stage: jax.Array) -> jax.Array:
-        """float16 [tile, width], the columns in the order of K."""
+        """K, float16 [tile, width], with the columns in the order of K."""
         words = plgpu.load(self.words.at[stage], layout=ROWS)
         return _widen(words, self.narrow.dtype, LEFT, transposed=False)
 
@@ -79,7 +79,7 @@ class Tiles:
 
     @interpreted_by(_load_narrow_values)
     def load_values(self, stage: jax.Array) -> jax.Array:
-        """A tile, transposed, as it is in SMEM."""
+        """A tile, transposed and not widened."""
         return plgpu.load(self.words.at[stage].T, layout=WORDS)
 
     def _zero_unseen_numbers(self, loaded: jax.Array, seen: Any) -> jax.Array:
@@ -87,7 +87,7 @@ class Tiles:
 
     @interpreted_by(_zero_unseen_numbers)
     def zero_unseen(self, loaded: jax.Array, seen: Any) -> jax.Array:
-        """The result of `load_values`, zero for the tokens outside of `seen(shape, axis, layout)`."""
+        """The result of `load_values`, with zeros for tokens outside `seen(shape, axis, layout)`."""
         ours = seen(loaded.shape, 1, WORDS)
         return loaded & jnp.where(ours, jnp.full(loaded.shape, -1, jnp.int16), jnp.zeros_like(loaded))
 
@@ -96,17 +96,17 @@ class Tiles:
 
     @interpreted_by(_narrow_values)
     def values(self, loaded: jax.Array) -> jax.Array:
-        """The same, float16 [size, tile], the columns in the order of V."""
+        """The result of `load_values` widened: float16 [size, tile], with the columns in the order of V."""
         return _widen(loaded, self.narrow.dtype, LEFT, transposed=True)
 
 
 def load_q(q: Any, wide: Any) -> jax.Array | None:
-    """Q, SMEM [rows, width], in the order of K into `wide`, SMEM [width, rows]; and the factor of the products with
-    each row, f32 [rows]; None: ones."""
+    """Copies Q, SMEM [rows, width], to `wide`, SMEM [width, rows], in the order of K. Returns the factor of each row's
+    products, f32 [rows]; None if all are 1."""
     rows, width = q.shape
 
     def load(start: int) -> jax.Array:
-        columns = q.at[:, pl.ds(start, 64)]  # few at a time: many rows would not fit the registers
+        columns = q.at[:, pl.ds(start, 64)]  # in steps: many rows would not fit into the registers
         return plgpu.load(columns.T, layout=ROWS, optimized=False)
 
     factor = None
@@ -124,19 +124,19 @@ def load_q(q: Any, wide: Any) -> jax.Array | None:
 
 
 def ordered(acc: jax.Array) -> jax.Array:
-    """f32 [columns, rows], the columns from the order of V to their own."""
+    """Permutes the columns of f32 [columns, rows] from the order of V back to their own."""
     return _exchange(acc, tuple(V_ORDER.index(column) for column in range(16)))
 
 
 def power_of_two(x: jax.Array) -> jax.Array:
-    """The largest power of two that is not above x, within what has an inverse, f32."""
+    """The largest power of two up to x, f32, limited to powers whose inverse is finite and normal."""
     bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.full(x.shape, 0x7F800000, jnp.int32)
     power = lax.bitcast_convert_type(bits, jnp.float32)
     return jnp.minimum(jnp.maximum(power, jnp.full(x.shape, 2.0**-120)), jnp.full(x.shape, 2.0**120))
 
 
 def _widen(words: jax.Array, dtype: Any, left: Any, *, transposed: bool) -> jax.Array:
-    """int16 words [m, n] in ROWS to float16 [m, 2 n] in `left`, or where `transposed` [m, n] in WORDS to [2 m, n]."""
+    """Widens int16 words [m, n] in ROWS to float16 [m, 2 n] in `left`; if `transposed`, [m, n] in WORDS to [2 m, n]."""
     m, n = words.shape
     shape = (2 * m, n) if transposed else (m, 2 * n)
 
@@ -144,7 +144,7 @@ def _widen(words: jax.Array, dtype: Any, left: Any, *, transposed: bool) -> jax.
         wide = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
         for (i, j, *rest), register in np.ndenumerate(narrow.registers):
             for h, half in enumerate(halves(register, dtype, transposed)):
-                # [rows / 64, columns / 8, -, -, which eight of the 16 rows of a warp, -, -, -, -]
+                # [rows / 64, columns / 8, -, -, upper or lower 8 of a warp's 16 rows, -, -, -, -]
                 target = (i, j, 0, 0, h) if transposed else (i, 2 * j + h, 0, 0, rest[2])
                 wide[(*target, 0, 0, 0, 0)] = half
         return make_array(wide.flat, left.to_mgpu(), shape)
@@ -156,7 +156,8 @@ def _widen(words: jax.Array, dtype: Any, left: Any, *, transposed: bool) -> jax.
 
 
 def halves(register: ir.Value, dtype: Any, transposed: bool) -> list[ir.Value]:
-    """The bytes 0 to 3 of a register as two of two float16 each: 0, 1 and 2, 3; where `transposed` 0, 2 and 1, 3."""
+    """Widens the four bytes of a register to two registers of two float16: 0, 1 and 2, 3, or `transposed` 0, 2 and
+    1, 3."""
     i32 = integer()
     pairs = ((0, 2), (1, 3)) if transposed else ((0, 1), (2, 3))
     narrow = utils.bitcast(register, i32)
@@ -174,8 +175,8 @@ def halves(register: ir.Value, dtype: Any, transposed: bool) -> list[ir.Value]:
     elif dtype == jnp.float8_e5m2:  # the upper half of a float16
         wide = [ptx(f"prmt.b32 $0, $1, 0, 0x{b}4{a}4;", narrow) for a, b in pairs]
     else:
-        # 0x6400 + u is the float16 1024 + u for a u of 8 bits, and u = x + 128 is x with its sign bit turned over. The
-        # conversion that the compiler knows goes number by number.
+        # For an 8-bit u, the bits 0x6400 + u are the float16 1024 + u, and u = x + 128 is x with its sign bit flipped.
+        # The compiler's own conversion handles one number at a time.
         biased = ptx("xor.b32 $0, $1, 0x80808080;", narrow)
         wide = [ptx(f"prmt.b32 $0, $1, 0x64646464, 0x4{b}4{a};", biased) for a, b in pairs]
         wide = [ptx("{ .reg .b32 c; mov.b32 c, 0x64806480; sub.rn.f16x2 $0, $1, c; }", x) for x in wide]
@@ -189,8 +190,8 @@ def _in_order(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
 
 @interpreted_by(_in_order)
 def _exchange(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
-    """x [m, n] in ROWS, row p of each 16 being row `order[p]` of them, which another lane of the warp has."""
-    # Lane l holds rows l // 4 and 8 + l // 4: four bits a row, at bit 4 (l // 4), say which one it needs.
+    """Permutes the rows of x [m, n] in ROWS: row p of each 16 becomes row `order[p]`, from another lane of the warp."""
+    # Lane l holds rows l // 4 and 8 + l // 4. Four bits per row, from bit 4 (l // 4) on, are the row that it needs.
     rows = [sum(row << 4 * i for i, row in enumerate(order[8 * h : 8 * h + 8])) for h in range(2)]
 
     def exchange(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
@@ -229,7 +230,7 @@ def _exchange(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
 
 
 def split_words(register: ir.Value) -> list[ir.Value]:
-    """A vector of registers of 32 bits."""
+    """Splits a register into 32-bit words."""
     bits = utils.bitwidth(register.type)
     return numbers_of(vector.bitcast(ir.VectorType.get((bits // 32,), integer()), register))
 

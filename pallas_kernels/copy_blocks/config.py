@@ -1,4 +1,4 @@
-"""Static configuration of the copy kernel: pure functions of ints, without Mosaic."""
+"""Static configuration of the copy kernel: pure functions of ints that do not import Mosaic."""
 
 import dataclasses
 import math
@@ -7,33 +7,33 @@ from typing import Any, NamedTuple
 
 from pallas_kernels.common.interface import Gpu, Hints, Kernel, is_hopper
 
-MAX_BOX = 256  # numbers along an axis of one copy: the copy engine's limit
-ALIGNMENT = 128  # bytes, of the copy engine's addresses in SMEM
+MAX_BOX = 256  # numbers along an axis of one copy, the copy engine's limit
+ALIGNMENT = 128  # bytes, alignment of the copy engine's addresses in SMEM
 TILE_BYTES, SLICE_BYTES = 16 * 1024, 4 * 1024  # at most
-PROGRAMS_OF_SM = 4  # their copies overlap
-SMEM_BYTES = 54 * 1024  # for the ring of one program: four share a SM
-SLICE_PROGRAMS = 128  # memory set aside grows with it: at most 512 KiB a pair
-MAX_BARRIERS = 32  # in one array of them
+PROGRAMS_OF_SM = 4  # so that copies overlap
+SMEM_BYTES = 54 * 1024  # ring of one program; four programs share an SM
+SLICE_PROGRAMS = 128  # the buffer grows with it, to at most 512 KiB a pair
+MAX_BARRIERS = 32  # in one array of barriers
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    width: int  # numbers in a row: a pool is seen as [layers * blocks * rows, width]
-    rows: int  # per block
-    tile_rows: int  # in one copy of a direct pair, a divisor of rows
-    slice_rows: int  # in one copy of another pair, a divisor of tile_rows
-    num_stages: int  # tiles in SMEM at a time
-    stage_slices: int  # slices that one tile's room holds
+    width: int  # numbers in a row; a pool is viewed as [layers * blocks * rows, width]
+    rows: int  # rows of a block
+    tile_rows: int  # rows in one copy of a direct pair, a divisor of rows
+    slice_rows: int  # rows in one copy of another pair, a divisor of tile_rows
+    num_stages: int  # tiles in the ring
+    stage_slices: int  # slices that fit into one stage of the ring
     num_programs: int
-    num_slice_programs: int  # the programs among them for pairs that are not direct
+    num_slice_programs: int  # programs that also copy pairs that are not direct
 
 
 class Copies(NamedTuple):
     """Copies of blocks within pools."""
 
-    pools: tuple[Any, ...]  # each [layers, blocks, ...], of one shape and dtype
-    pairs: Any  # int32 [pairs, 2], source and destination: direct ones from the front, the others from the back
-    counts: Any  # int32 [2], the number of either
+    pools: tuple[Any, ...]  # each [layers, blocks, ...], with the same shape and dtype
+    pairs: Any  # int32 [pairs, 2], source and destination: direct pairs from the front, the others from the back
+    counts: Any  # int32 [2], number of direct pairs and of other pairs
 
 
 def limits(copies: Copies, gpu: Gpu, _: Hints) -> Iterator[str]:
@@ -42,11 +42,11 @@ def limits(copies: Copies, gpu: Gpu, _: Hints) -> Iterator[str]:
     (num_layers, num_blocks, *block), itemsize = first.shape, first.dtype.itemsize
     numbers = math.prod(block)
     if not is_hopper(gpu) or copies.pairs.shape[0] == 0 or any(pool.shape != first.shape for pool in others):
-        yield "the kernel that copies blocks takes one pair at least, and pools of one shape, on Hopper."
+        yield "the kernel that copies blocks needs Hopper, at least one pair, and pools of one shape."
     if itemsize not in (1, 2, 4) or numbers % 16 or first.size == 0:
-        yield "the kernel that copies blocks takes blocks of a multiple of 16 numbers, of 1, 2 or 4 bytes each."
+        yield "the kernel that copies blocks needs blocks of a multiple of 16 numbers, of 1, 2 or 4 bytes each."
     if num_layers * num_blocks * (numbers // largest_tile(numbers, itemsize)[0]) >= 2**31:
-        yield "the kernel that copies blocks takes fewer than 2^31 rows."
+        yield "the kernel that copies blocks supports fewer than 2^31 rows."
 
 
 def configure(copies: Copies, gpu: Gpu, _: Hints) -> Config:
@@ -73,7 +73,7 @@ KERNEL = Kernel("copy_blocks", "the kernel that copies blocks", limits, configur
 def default_config(
     *, block_numbers: int, itemsize: int, num_pools: int, num_layers: int, num_pairs: int, num_sms: int
 ) -> Config:
-    """For pools whose blocks have `block_numbers` numbers each."""
+    """The configuration for pools whose blocks have `block_numbers` numbers each."""
     width, tile_rows = largest_tile(block_numbers, itemsize)
     rows = block_numbers // width
     row_bytes = width * itemsize
@@ -95,7 +95,7 @@ def default_config(
 
 
 def largest_tile(block_numbers: int, itemsize: int) -> tuple[int, int]:
-    """Numbers in a row and rows of the largest tile; of equally large ones that with the longest rows."""
+    """Returns the width and the rows of the largest tile; of equally large tiles, the widest."""
     return max(
         (
             (width, rows)
@@ -113,6 +113,6 @@ def divisors(number: int) -> list[int]:
 
 
 def padded_rows(rows: int, row_bytes: int) -> int:
-    """`rows` rounded up, so that what follows them is aligned."""
+    """`rows` rounded up so that the next stage of the ring is aligned."""
     step = ALIGNMENT // math.gcd(ALIGNMENT, row_bytes)
     return -(-rows // step) * step

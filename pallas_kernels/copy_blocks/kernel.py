@@ -17,9 +17,9 @@ from pallas_kernels.copy_blocks.config import Config, Copies, padded_rows
 
 def _kernel(refs: dict[str, Any], *, config: Config, num_layers: int, num_blocks: int) -> None:
     pools_gmem = refs["pools"]  # each [layers * blocks * rows, width]
-    # The direct ones from the front, the others from the back.
+    # Direct pairs from the front, the others from the back.
     pairs_gmem = refs["pairs"]  # int32 [pairs, 2], source and destination
-    counts_gmem = refs["counts"]  # int32 [2]: how many there are of either
+    counts_gmem = refs["counts"]  # int32 [2], number of direct pairs and of other pairs
     aside_gmem = refs["aside"]  # [slice programs * pairs * slice_rows, width]
     ring_smem = refs["ring_smem"]  # [stages, tile_rows, width], padded
     full = refs["full"]  # [stages * stage_slices]
@@ -39,7 +39,7 @@ def _kernel(refs: dict[str, Any], *, config: Config, num_layers: int, num_blocks
     def first_row(layer: jax.Array, block_id: jax.Array) -> jax.Array:
         return (layer * num_blocks + block_id) * config.rows
 
-    # 1. Direct pairs: every num_programs-th of their tiles; the tiles of one pair follow each other.
+    # 1. Direct pairs: this program copies every num_programs-th tile. The tiles of a pair are consecutive.
     tiles_of_block = config.rows // config.tile_rows
     tiles_of_pair = len(pools_gmem) * num_layers * tiles_of_block
 
@@ -58,7 +58,7 @@ def _kernel(refs: dict[str, Any], *, config: Config, num_layers: int, num_blocks
     mine = div(jnp.maximum(num_tiles - program + config.num_programs - 1, 0), config.num_programs)
     move(mine, config.tile_rows, 1, tile_end(0), tile_end(1))
 
-    # 2. The others: a slice of all of them at a time.
+    # 2. The other pairs, one slice of all of them at a time.
     slices_of_block = config.rows // config.slice_rows
     num_slices = len(pools_gmem) * num_layers * slices_of_block
     count = counts_gmem[1]
@@ -70,7 +70,7 @@ def _kernel(refs: dict[str, Any], *, config: Config, num_layers: int, num_blocks
 
         def slice_end(end: int) -> Callable[..., None]:
             def locate(j: jax.Array, copy: Callable[..., None]) -> None:
-                pair = jnp.maximum(num_pairs - 1 - j, 0)  # not skipped by `move` until it runs, where there are few
+                pair = jnp.maximum(num_pairs - 1 - j, 0)  # `move` traces more stages than there may be pairs
                 row = first_row(layer, pairs_gmem[pair, end]) + part * config.slice_rows
                 in_pool(which, row, config.slice_rows, copy)
 
@@ -99,7 +99,8 @@ def _move(
     source_end: Callable[..., None],
     target_end: Callable[..., None],
 ) -> None:
-    """Copies `count` runs of rows through the ring; `source_end(i, copy)` calls `copy` with the i-th one."""
+    """Copies `count` runs of rows through the ring. `source_end(i, copy)` calls `copy` with the i-th source, and
+    `target_end` with the i-th target."""
     stages = num_stages * stage_parts
     lag = stages // 2
 
@@ -121,21 +122,21 @@ def _move(
     def step(i: jax.Array, _: None) -> None:
         stage, buffer = find_buffer(i)
         plgpu.barrier_wait(full.at[stage])
-        plgpu.commit_smem()  # orders reads before writes: a block may be both
+        plgpu.commit_smem()  # orders reads before writes: a block may be source and destination
         target_end(i, lambda target: plgpu.copy_smem_to_gmem(buffer, target))
 
-        # Not the stage just emptied is filled again, but one whose copy has had time to end.
+        # Refills an older stage, whose copy to GMEM has had time to end, not the one just emptied.
         @pl.when(jnp.logical_and(i >= lag, i - lag + stages < count))
         def _refill() -> None:
             plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
             load(i - lag + stages)
 
     lax.fori_loop(0, count, step, None)
-    plgpu.wait_smem_to_gmem(0)  # all of it has arrived
+    plgpu.wait_smem_to_gmem(0)  # all copies have arrived
 
 
 def launch(copies: Copies, config: Config) -> tuple[jax.Array, ...]:
-    """Returns the new pools, in place if XLA may overwrite the old ones. Ids are legal, destinations distinct."""
+    """Returns the new pools, in place if XLA may overwrite the old ones. Ids must be legal, destinations distinct."""
     pools, pairs, counts = copies
     num_layers, num_blocks = pools[0].shape[:2]
     num_pairs, dtype = pairs.shape[0], pools[0].dtype
@@ -147,7 +148,7 @@ def launch(copies: Copies, config: Config) -> tuple[jax.Array, ...]:
 
     copy = interpret.kernel(
         copy_blocks,
-        # Named an output, since scratch in GMEM is filled with zeros first.
+        # The buffer is declared an output, because scratch in GMEM would be filled with zeros.
         out_type=jax.ShapeDtypeStruct((config.num_slice_programs * num_pairs * config.slice_rows, config.width), dtype),
         grid=(config.num_programs,),
         grid_names=("program",),
@@ -162,6 +163,6 @@ def launch(copies: Copies, config: Config) -> tuple[jax.Array, ...]:
     def overwrite(refs: tuple[Any, ...]) -> None:
         copy(*refs, pairs, counts)
 
-    # Refs are how a kernel writes into its operands.
+    # A kernel can write into its operands only through refs.
     new = pl.run_state(overwrite)(tuple(pool.reshape(-1, config.width) for pool in pools))
     return tuple(flat.reshape(pool.shape) for flat, pool in zip(new, pools, strict=True))

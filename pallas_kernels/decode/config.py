@@ -1,6 +1,6 @@
-"""The limits of the decode kernel, and how a call is cut into runs, partitions and stages.
+"""The limits of the decode kernel, and how a call is divided into runs, partitions and stages.
 
-Pure functions of shapes: nothing here is traced, and all of it is tested on a CPU.
+All functions are pure functions of shapes, are not traced, and are tested on a CPU.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from pallas_kernels.common.sizes import (
 )
 
 TILE = 64  # tokens of a tile: 16 for each of four warps, the M dimension of their products
-MOST_SUMS = 128 * 128  # numbers of O, which the registers of a program hold
+MOST_SUMS = 128 * 128  # numbers of O that fit into the registers of a program
 MOST_HEAD_DIM, MOST_LATENT = 256, 640
 PROGRAM_OVERHEAD = 4 * 1024  # bytes of SMEM: 1024 that CUDA uses, 2048 for Mosaic's reductions, barriers
 
@@ -33,60 +33,59 @@ PROGRAM_OVERHEAD = 4 * 1024  # bytes of SMEM: 1024 that CUDA uses, 2048 for Mosa
 class Config:
     num_partitions: int  # programs for each sequence and KV head
     num_stages: int  # tiles of K, and of V, in SMEM at a time
-    copies: Literal["tma", "cp_async"]  # how tiles come to SMEM: see `copies`
+    copies: Literal["tma", "cp_async"]  # how tiles are copied to SMEM, see `copies`
     head_parts: int = 1  # programs that share the query heads of a KV head
-    merged_by: Literal["last", "xla"] = "last"  # partitions of a sequence: by the program that is last, or by XLA
+    merged_by: Literal["last", "xla"] = "last"  # partitions are merged by the last program of a sequence, or by XLA
     run: int = 1  # query tokens of a run
-    at_once: int | None = None  # partitions of a plan that run at the same time; None: it follows none
-    mapped_stages: int | None = None  # as num_stages, under `jax.vmap` in one partition; None: nothing changes there
+    at_once: int | None = None  # partitions of a plan that run at the same time; None: no plan
+    mapped_stages: int | None = None  # num_stages under `jax.vmap`, see `mapped`; None: no change there
 
     @property
     def partitions(self) -> int | Literal["plan"]:
         return self.num_partitions if self.at_once is None else "plan"
 
     def mapped(self) -> "Config":
-        """One partition a sequence, without a plan: mapped calls whose programs merge what others wrote run one after
-        the other."""
+        """The configuration under `jax.vmap`: one partition per sequence and no plan, because calls whose programs
+        merge partials would run one after the other."""
         assert self.mapped_stages is not None
         changes: Any = dict(num_partitions=1, num_stages=self.mapped_stages, merged_by="last")
         return dataclasses.replace(self, **changes, at_once=None, mapped_stages=None)
 
 
 def limits(call: Call, gpu: Gpu, hints: Hints) -> Iterator[str]:
-    """Reasons to refuse a call, with each limit and the value. A limit is looked at only if the call is
-    within those before."""
+    """Reasons to refuse a call, each with the limit and the value. A later limit assumes that the earlier ones hold."""
     yield from call.option_limits()
     run = _run(call, gpu.compute_capability)
     yield from shape_limits(call.shapes(run), gpu.compute_capability)
     if call.tree_mask is not None and run != call.tokens_per_seq:
         yield (
-            f"the decode kernel takes a tree_mask of up to {MOST_ROWS} rows (q_len * heads / kv_heads), on a latent "
+            f"the decode kernel supports a tree_mask of up to {MOST_ROWS} rows (q_len * heads / kv_heads), on a latent "
             f'fewer; got q={list(call.q.shape)}, kv_heads={call.kv_heads}. Pass implementation="xla".'
         )
     num_runs = call.num_runs(run)
     if num_runs > MOST_SEQS:
         seqs, q_len, group = call.lengths.shape[0], call.tokens_per_seq, call.group
         yield (
-            f"the decode kernel takes up to {MOST_SEQS} runs of query tokens in a call; got {seqs=}, "
+            f"the decode kernel supports up to {MOST_SEQS} runs of query tokens in a call; got {seqs=}, "
             f"{q_len=}, {group=}: {num_runs} runs of {run}. Pass fewer sequences or query tokens at a time."
         )
 
 
 def shape_limits(shapes: Shapes, compute_capability: float) -> Iterator[str]:
-    """As `limits`."""
+    """The limits that depend on shapes alone, as in `limits`."""
     if compute_capability < LEAST_COMPUTE_CAPABILITY:
         yield f"the decode kernel needs compute capability 8.0 (Ampere) or higher; got {compute_capability=}."
     q_dtype, cache_dtype = shapes.q_dtype, shapes.cache_dtype
     if q_dtype not in DTYPES_16BIT:
-        yield f"the decode kernel takes q in bfloat16 or float16; got {q_dtype=!s}."
+        yield f"the decode kernel supports q in bfloat16 or float16; got {q_dtype=!s}."
     if cache_dtype != q_dtype and not shapes.is_8bit:
         yield (
-            "the decode kernel takes a cache in q's dtype, in float8_e4m3fn, float8_e5m2 or int8; "
+            "the decode kernel supports a cache in q's dtype, in float8_e4m3fn, float8_e5m2 or int8; "
             f"got {cache_dtype=!s}, {q_dtype=!s}."
         )
     if cache_dtype == jnp.float8_e4m3fn and compute_capability < 8.9:
         yield (
-            "the decode kernel takes float8_e4m3fn from compute capability 8.9 on, float8_e5m2 and int8 "
+            "the decode kernel supports float8_e4m3fn from compute capability 8.9 on, float8_e5m2 and int8 "
             f"from 8.0; got {compute_capability=}."
         )
     multiple = 16 // shapes.itemsize  # 16 bytes, one asynchronous copy
@@ -94,15 +93,15 @@ def shape_limits(shapes: Shapes, compute_capability: float) -> Iterator[str]:
     head_dim, value_dim, block_size = shapes.head_dim, shapes.value_dim, shapes.block_size
     if any(width > most or width % multiple for width in shapes.widths):
         yield (
-            f"the decode kernel takes a head_dim that is a multiple of 8 up to {most}, of an 8-bit cache of 16; "
+            f"the decode kernel supports a head_dim up to {most} that is a multiple of 8, of 16 with an 8-bit cache; "
             f"got {head_dim=}, {value_dim=}, {cache_dtype=!s}."
         )
     if not divides_tiles(block_size):
-        yield f"the decode kernel takes block sizes 8, 16, 32, or multiples of 64; got {block_size=}."
+        yield f"the decode kernel supports block sizes 8, 16, 32, or multiples of 64; got {block_size=}."
     shapes = of_program(shapes, compute_capability)
     q_len, group = shapes.q_len, shapes.group
     if q_len * group > MOST_ROWS:
-        yield f"the decode kernel takes up to {MOST_ROWS} rows (q_len * group) a KV head; got {q_len=}, {group=}."
+        yield f"the decode kernel supports up to {MOST_ROWS} rows (q_len * group) per KV head; got {q_len=}, {group=}."
     needed, room = smem_bytes(shapes, 1), program_smem(compute_capability)
     if needed > room:
         yield (
@@ -114,7 +113,7 @@ def shape_limits(shapes: Shapes, compute_capability: float) -> Iterator[str]:
 def configure(call: Call, gpu: Gpu, hints: Hints) -> Config:
     run = _run(call, gpu.compute_capability)
     shapes = call.shapes(run)
-    if not call.causal:  # query tokens that see the same become heads
+    if not call.causal:  # all query tokens see the same tokens, so they become heads
         shapes = dataclasses.replace(shapes, q_len=1, group=run * call.group)
     seqs, pairs = call.lengths.shape[0], call.num_runs(run) * call.kv_heads
     at_once = partition_plan.programs_at_once(gpu.num_sms, call.kv_heads)
@@ -151,15 +150,15 @@ KERNEL = Kernel("paged_decode", "the decode kernel", limits, configure, launch)
 def default_config(
     shapes: Shapes,
     *,
-    pairs: int,  # pairs of a sequence and a KV head
-    capacity: int,  # tokens that a table row can hold: it bounds the lengths
+    pairs: int,  # sequences * KV heads
+    capacity: int,  # tokens that a table row can hold, an upper bound of the lengths
     num_sms: int,
     compute_capability: float,
-    window: int | None = None,  # sliding, in tokens, if it is known: it bounds what is read
-    num_partitions: int | None = None,  # fixed by the caller
-    planned: bool = False,  # the partitions of a plan instead
+    window: int | None = None,  # sliding window in tokens, if known: it bounds the tokens read
+    num_partitions: int | None = None,  # if fixed by the caller
+    planned: bool = False,  # use the partitions of a plan
 ) -> Config:
-    """For the shapes of a run."""
+    """The configuration for the shapes of a run."""
     one = of_program(shapes, compute_capability)
     parts = shapes.group // one.group
 
@@ -167,8 +166,8 @@ def default_config(
         room = program_smem(compute_capability, resident)
         return next(n for n in itertools.count() if smem_bytes(one, n + 1) > room)
 
-    # One program computes while the others wait; more rows need the registers of two. The programs of a plan even out
-    # the lengths: the more of them, the better. [one_kernel_h200, plans_h100 of benchmarks/results/decisions/]
+    # With several programs per SM, one computes while the others wait; many rows need the registers of two. A plan
+    # balances lengths better with more programs. [one_kernel_h200, plans_h100 of benchmarks/results/decisions/]
     resident = 2 if fitting_stages(2) >= 2 else 1
     if one.rows <= 16 and fitting_stages(4) >= (1 if planned else 2):
         resident = 4
@@ -176,18 +175,18 @@ def default_config(
     if planned:
         num_partitions = 1
     if num_partitions is None:
-        # For the program that is last, merging n partials costs about the same as n tiles. [one_kernel_h200]
+        # Merging n partials costs the last program about the time of n tiles. [one_kernel_h200]
         seen = capacity if window is None else min(capacity, window + shapes.q_len - 1)
         most = seen // (2 * TILE) if shapes.is_latent else 2 * math.isqrt(seen // 128)
         num_partitions = max(1, min(resident * num_sms // (pairs * parts), most))
     is_whole = not any(width % COLUMNS for width in shapes.widths)
     return Config(
-        num_partitions=min(num_partitions, max(1, -(-capacity // TILE))),  # more would have no tile
+        num_partitions=min(num_partitions, max(1, -(-capacity // TILE))),  # more partitions would have no tile
         num_stages=num_stages,
         # [portable_stages_h100 of benchmarks/results/decisions/]
         copies="tma" if compute_capability >= 9.0 and is_whole else "cp_async",
         head_parts=parts,
-        # The sums of a latent are as large as half a tile. One program would need too long to read many of them.
+        # A partial of a latent is half as large as a tile. One program would need too long to read many of them.
         # [latents_h100 of benchmarks/results/decisions/]
         merged_by="xla" if shapes.is_latent and num_partitions > 1 else "last",
     )
@@ -200,25 +199,25 @@ def _run(call: Call, compute_capability: float) -> int:
 
 
 def most_rows(shapes: Shapes, compute_capability: float) -> int:
-    """Rows, a multiple of 8, that a program has shared memory and registers for, whatever q_len and the group."""
+    """Most rows, a multiple of 8, that a program has shared memory and registers for, for any q_len and group."""
     return _most_rows(dataclasses.replace(shapes, q_len=1, group=1), compute_capability)
 
 
 @functools.cache  # limits and configuration both need it
 def _most_rows(shapes: Shapes, compute_capability: float) -> int:
     room, width = program_smem(compute_capability), round_up(shapes.value_dim, COLUMNS)
-    # The addresses of cp.async need registers too.
+    # The addresses of cp.async also need registers.
     most_sums = MOST_SUMS // 2 if shapes.is_latent and compute_capability < 9.0 else MOST_SUMS
     fitting = (
         rows
         for rows in range(8, MOST_ROWS + 1, 8)
         if rows * width <= most_sums and smem_bytes(dataclasses.replace(shapes, group=rows), 1) <= room
     )
-    return max(fitting, default=8)  # which is too much: see `limits`
+    return max(fitting, default=8)  # even 8 rows are too many: `limits` refuses the call
 
 
 def of_program(shapes: Shapes, compute_capability: float) -> Shapes:
-    """With the query heads of one program: of a latent the fewest programs share them."""
+    """The shapes of one program. The query heads of a latent are divided among the fewest programs possible."""
     if not shapes.is_latent:
         return shapes
     most, group = most_rows(shapes, compute_capability), shapes.group
@@ -226,16 +225,16 @@ def of_program(shapes: Shapes, compute_capability: float) -> Shapes:
 
 
 def program_smem(compute_capability: float, resident: int = 1) -> int:
-    """Bytes for the arrays of one of the `resident` programs that share a SM."""
+    """Bytes of SMEM for the arrays of a program, if `resident` programs share an SM."""
     return smem_per_sm(compute_capability) // resident - PROGRAM_OVERHEAD
 
 
 def smem_bytes(shapes: Shapes, num_stages: int) -> int:
-    """Bytes of the arrays of `refs.scratch`, without barriers and what Mosaic adds."""
+    """Bytes of the arrays of `refs.scratch`, without barriers and without Mosaic's own SMEM."""
     q = shapes.rows * round_up(shapes.head_dim, COLUMNS) * 2
     rings = [round_up(width, COLUMNS) * shapes.itemsize for width in shapes.widths]
     sizes = [q, TILE * shapes.rows * 2]
     if shapes.itemsize == 1:
         sizes.append(q)  # in float16
-        rings += [4] * len(rings)  # scales of tokens
+        rings += [4] * len(rings)  # per-token scales
     return sum(round_up(size, 1024) for size in [*sizes, *(num_stages * TILE * ring for ring in rings)])

@@ -1,11 +1,11 @@
-"""How Q, K and V come to SMEM. `start_tile` and the waits are all of the kernel that differs between GPUs.
+"""Copies of Q, K and V to SMEM. Only `start_tile` and the waits differ between GPUs.
 
-The i-th tile of a program is in stage i % stages of two rings. Its keys are asked for when those of tile i - stages
-have been used, its values half a step later: on all GPUs in the order Q K0 V0 K1 V1 ... The values of a latent are
-part of its keys, which come once both have been used.
+The i-th tile of a program is in stage i % stages of two rings. The copy of its keys starts when the keys of tile
+i - stages have been used, and the copy of its values half a step later. On all GPUs the order is Q K0 V0 K1 V1 ... The
+values of a latent are part of its keys, so its copy starts when both have been used.
 
-    CpAsync   threads copy 16 bytes at a time; arrivals are counted in groups; from Ampere on
-    Tma       the copy engine copies blocks, asked by one thread a warp; arrivals complete barriers; from Hopper on
+    CpAsync   threads copy 16 bytes at a time; arrivals are counted in groups; Ampere and newer
+    Tma       the copy engine copies blocks, started by one thread a warp; arrivals complete barriers; Hopper and newer
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ from pallas_kernels.decode.walk import Walk
 
 @dataclasses.dataclass(frozen=True)
 class CpAsync:
-    """The keys of a tile are a group of copies, and so are its values if they have a ring, an empty one past the last
-    tile: the same number of groups is on its way in each step."""
+    """The keys of a tile are one group of copies, and so are its values if they have a ring. Past the last tile the
+    groups are empty, so that each step has the same number of groups in flight."""
 
     refs: Refs
     walk: Walk
@@ -36,7 +36,7 @@ class CpAsync:
     stages: int
 
     def read_ids(self, i: jax.Array) -> Ids:
-        """The blocks of our i-th tile."""
+        """Block ids of this program's i-th tile."""
         refs, walk = self.refs, self.walk
         entries, start = walk.entries_to_follow(), walk.tile_at(i) * TILE
         return blocks_of_tile(refs.block_tables, walk.seq, start, TILE, entries, refs.k_cache)
@@ -55,23 +55,23 @@ class CpAsync:
         for ring in self.rings[1:]:
             self.start(i, ids, ring, [])
 
-    def start_latent(self, i: jax.Array, ids: Ids) -> None:  # in place of values that are still in use
+    def start_latent(self, i: jax.Array, ids: Ids) -> None:  # replaces values that are still in use
         cp_async.barrier()
         self.start_keys(i, ids)
 
-    def wait_query(self) -> None:  # the first tiles are on their way, but for the last one's values
+    def wait_query(self) -> None:  # in flight: the first tiles, without the values of the last
         cp_async.wait(len(self.rings) * (self.stages - 1) + 1)
 
-    def wait_keys(self, stage: jax.Array) -> None:  # this tile's values are on their way, and stages - 1 tiles more
+    def wait_keys(self, stage: jax.Array) -> None:  # in flight: this tile's values, and stages - 1 tiles
         cp_async.wait(len(self.rings) * (self.stages - 1))
 
-    def wait_values(self, stage: jax.Array) -> None:  # the keys of one tile more are
+    def wait_values(self, stage: jax.Array) -> None:  # in flight: as above, and the keys of one more tile
         if len(self.rings) > 1:
             cp_async.wait(2 * self.stages - 1)
 
     @property
     def scales(self) -> list[tuple[Any, Any]]:
-        """The scales of tokens, which come with the keys, and their rings."""
+        """The per-token scales, which are copied with the keys, and their rings."""
         return scales.rings(self.refs)
 
     def start(self, i: jax.Array, ids: Ids, ring: Ring, scales: list[tuple[Any, Any]]) -> None:
@@ -79,7 +79,7 @@ class CpAsync:
         def _start() -> None:
             stage = rem(i, self.stages)
             kv_head = self.refs.cache_head(self.walk.partition.kv_head)
-            # Where in its first block the tile begins.
+            # The tile's first slot in its first block.
             offset = rem(self.walk.tile_at(i) * TILE, self.walk.block_size)
             self.start_tile(ring, stage, ids, offset, kv_head)
             for source, target in scales:
@@ -93,18 +93,19 @@ class CpAsync:
 
 
 class Tma(CpAsync):
-    """For K and V only: Q, which may have any number of rows, and scales of tokens come as in CpAsync."""
+    """Copies K and V by the copy engine. Q, which may have any number of rows, and per-token scales are copied as in
+    CpAsync."""
 
     @property
     def columns(self) -> Any:
-        """A head's columns, as wide as SMEM: past the end of a narrower one the copy engine writes zeros. Only
-        interpret mode copies such a head so."""
+        """A head's columns, as wide as SMEM. Past the end of a narrower head the copy engine writes zeros; only
+        interpret mode copies narrower heads this way."""
         width, head_dim = self.refs.q_smem.shape[1], self.refs.q.shape[-1]
-        seq = self.walk.seq  # the start must look dynamic, or tracing refuses the slice
+        seq = self.walk.seq  # makes the start look dynamic: a static start past the end is refused while tracing
         return slice(None) if head_dim == width else pl.ds(seq - seq, width)
 
     def start_latent(self, i: jax.Array, ids: Ids) -> None:
-        self.start_keys(i, ids)  # where all warps wait for each other
+        self.start_keys(i, ids)  # all warps have waited for each other here
 
     def wait_keys(self, stage: jax.Array) -> None:
         plgpu.barrier_wait(self.rings[0].full.at[stage])
@@ -124,5 +125,5 @@ class Tma(CpAsync):
 
 
 def copies_of(name: Literal["tma", "cp_async"]) -> type[CpAsync]:
-    """The form of a configuration. Interpret mode copies heads of any size by TMA."""
+    """The class for `Config.copies`. Interpret mode copies heads of any size by TMA."""
     return {"tma": Tma, "cp_async": CpAsync}["tma" if interpreted() else name]

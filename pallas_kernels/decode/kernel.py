@@ -27,23 +27,23 @@ from pallas_kernels.decode.results import Partials, Sums, partial_types, store_r
 from pallas_kernels.decode.tiles import Tiles, product
 from pallas_kernels.decode.walk import Walk, make_grid
 
-QUERY_REGISTERS = 32  # per thread, for Q to stay in
+QUERY_REGISTERS = 32  # per thread; Q stays in registers if it fits into these
 
 
 class State(NamedTuple):
-    """The carry from step to step."""
+    """The carry of the loop over tiles."""
 
     acc: tuple[jax.Array, ...]  # O^T, f32 [64, rows] for each 64 columns of the head
     m: jax.Array  # f32 [rows], the highest logit so far, in units of log2
-    l: jax.Array  # f32 [64, rows], the sum of the weights, added up over the tokens at the end
-    values_ids: Ids  # the next tile whose values are asked for
-    keys_ids: Ids  # the next tile whose keys are
+    l: jax.Array  # f32 [64, rows], sums of the weights by token of a tile, summed over the tokens at the end
+    values_ids: Ids  # blocks of the next tile whose values are copied
+    keys_ids: Ids  # blocks of the next tile whose keys are copied
 
 
 def _kernel(refs: Refs, *, config: Config) -> None:
-    # 1. Which tiles are ours, from the true length.
+    # 1. The tiles of this program, from the true length.
     walk = Walk.of(refs, num_partitions=config.num_partitions)
-    # XLA merges what all programs write, also those without a tile.
+    # XLA merges the results of all programs, even those without a tile.
     works = True if config.merged_by == "xla" else walk.partition.works
     pl.when(works)(functools.partial(_attend, refs, walk, config=config))
 
@@ -54,7 +54,7 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
     chunks = range(width // COLUMNS)
     tiles = Tiles.of(refs)
 
-    # 2. Q and the first tiles are on their way.
+    # 2. Start copying Q and the first tiles.
     copies = copies_of(config.copies)(refs, walk, tiles.rings(), stages=stages)
     copies.start_query()
     ids = [copies.read_ids(jnp.int32(i)) for i in range(stages + 1)]
@@ -63,19 +63,19 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
         if i < stages - 1:
             copies.start_values(jnp.int32(i), ids[i])
 
-    # 3. Q is there.
+    # 3. Wait for Q.
     logits_of = Logits.of(refs, walk)
     copies.wait_query()
     factor = tiles.prepare_query()
     kept = [tiles.query(c) for c in chunks] if rows * width // 64 <= QUERY_REGISTERS else None
 
-    # 4. Our tiles, one after the other.
+    # 4. The loop over tiles.
     def step(i: jax.Array, state: State, *, masked: bool) -> State:
         acc, m, l, values_ids, keys_ids = state
         tile, stage = walk.tile_at(i), rem(i, stages)
 
         # a. S^T = K Q^T
-        copies.wait_keys(stage)  # every warp has come here: all are done with the values of the tile before
+        copies.wait_keys(stage)  # all warps have finished with the values of the previous tile
         copies.start_values(i + stages - 1, values_ids)
         scores = zeros((TILE, rows))
         for c in chunks:
@@ -88,7 +88,7 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
         # b. Online softmax.
         logits, visible = logits_of(scores, tile, masked)
         m, l, alpha, p = softmax(logits, visible, tiles.v_scales(stage), m, l, tiles.headroom)
-        refs.p_smem[...] = p.astype(refs.p_smem.dtype)  # with a barrier: all are done with the keys
+        refs.p_smem[...] = p.astype(refs.p_smem.dtype)  # with a barrier: all warps have finished with the keys
 
         # c. O^T += V^T P^T
         if not tiles.is_latent:
@@ -115,7 +115,7 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
     for start, end, masked in walk.runs():
         state = lax.fori_loop(start, end, functools.partial(step, masked=masked), state)
 
-    # 5. The rows; of a sequence with several partitions in the program that merges them.
+    # 5. Write the rows; if the sequence has several partitions, only in the program that merges them.
     def finish(sums: Sums) -> None:
         sinks = given(refs.options.sinks, lambda sinks: ROWS_LAST.load(sinks.at[partition.kv_head]))
         factor, lse = normalise(sums.m, sums.l, sinks)
@@ -123,7 +123,7 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
         parts = [tiles.ordered(part * ROWS_LAST.over(factor, part.shape)).astype(refs.out.dtype) for part in sums.acc]
         store_rows(parts, lse, refs.out, refs.lse, row, partition.kv_head, refs.group)
 
-    def sums() -> Sums:  # within a branch: before it they need 35 registers more
+    def sums() -> Sums:  # inside a branch: before it they need 35 more registers
         return Sums(state.acc, state.m, state.l.sum(axis=0))
 
     row = partition.seq
@@ -136,8 +136,11 @@ def _attend(refs: Refs, walk: Walk, *, config: Config) -> None:
 
 
 def launch(call: Call, config: Config) -> tuple[jax.Array, jax.Array]:
-    """For a uniform call, with `tree_bits` for its mask and a plan if `config` follows one: out [seqs, q_len, heads,
-    value_dim] in q's dtype, and lse f32 [seqs, q_len, heads]. Mapped calls follow no plan: see `Config.mapped`."""
+    """Launches a uniform call, with `tree_bits` for its mask and a plan if `config` follows one. Under `jax.vmap` no
+    plan is followed, see `Config.mapped`.
+
+    Returns out [seqs, q_len, heads, value_dim] in q's dtype, and lse f32 [seqs, q_len, heads].
+    """
     compute = functools.partial(_launch, config=config)
     if config.mapped_stages is None:
         return compute(call)
@@ -172,7 +175,7 @@ def _launch(call: Call, *, config: Config) -> tuple[jax.Array, jax.Array]:
         "partition_starts": given(plan, lambda plan: plan.partition_starts),
         "options": OptionRefs.of(options, per_row, with_sinks=not by_xla, tree_bits=tree_bits),
     }
-    # XLA gets the first partition of each sequence, then the second of each: [partitions * seqs, ...].
+    # For XLA: the first partition of every sequence, then the second of every sequence: [partitions * seqs, ...].
     num_rows = seqs * (config.num_partitions if by_xla else 1)
     out_types = {
         "out": jax.ShapeDtypeStruct((num_rows, q_len, heads, out_dim), jnp.float32 if by_xla else q.dtype),

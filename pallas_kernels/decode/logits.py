@@ -1,6 +1,6 @@
 """From the products of queries and keys to the weights: scale, soft cap, ALiBi, mask, and the online softmax.
 
-Everything here is traced inside the kernel.
+All functions are traced inside the kernel.
 """
 
 import dataclasses
@@ -23,15 +23,15 @@ from pallas_kernels.decode.walk import Walk
 
 @dataclasses.dataclass(frozen=True)
 class Logits:
-    """The logits of one program's sequence and KV head, traced inside the decode kernel."""
+    """The logits of a program's sequence and KV head."""
 
     walk: Walk
-    first_query: jax.Array  # int32 [], its position
+    first_query: jax.Array  # int32 [], position of the first query
     scale: jax.Array  # f32 []
     cap: jax.Array | None  # f32 []
     slopes: jax.Array | None  # f32 [rows]
     group: int
-    tree_bits: list[jax.Array] | None = None  # int32 [rows] each: the newest tokens that a row sees, 32 a word
+    tree_bits: list[jax.Array] | None = None  # int32 [rows] each: 32 of the newest tokens, a set bit for those seen
 
     @classmethod
     def of(cls, refs: Refs, walk: Walk) -> "Logits":
@@ -46,7 +46,7 @@ class Logits:
         return cls(walk, walk.first_query, scale, cap, slopes, refs.group, given(options.tree_bits, load_bits))
 
     def __call__(self, products: jax.Array, tile: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array | None]:
-        """f32 [tile, rows] -> logits in units of log2, and which of them are visible; None: all."""
+        """Products f32 [tile, rows] -> logits in units of log2, and a mask of the visible ones; None: all visible."""
         walk, shape = self.walk, products.shape
         if self.cap is None:
             logits = products * (self.scale * LOG2E)
@@ -65,7 +65,7 @@ class Logits:
         if walk.window is not None:
             visible = jnp.logical_and(visible, distance < walk.window)
         if self.tree_bits is not None:
-            index = tokens - self.first_query  # among the newest; negative before them
+            index = tokens - self.first_query  # index among the newest tokens; negative for older ones
             bit_of = jnp.bitwise_and(index, 31)
             word_of = lax.shift_right_arithmetic(index, jnp.full(shape, 5, jnp.int32))
             for word, bits in enumerate(self.tree_bits):
@@ -88,7 +88,7 @@ def softmax(
     l: jax.Array,
     headroom: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The new m and l, what sums so far are multiplied with, f32 [rows], and the weights times `v_scales`."""
+    """Returns the new m and l, alpha (the factor for the sums so far, f32 [rows]), and the weights times `v_scales`."""
     highest = (logits if v_scales is None else peaks(logits, v_scales, ROWS_LAST, visible)).max(axis=0)
     m_new = jnp.maximum(m, highest - headroom if headroom else highest)
     alpha = jnp.exp2(m - m_new)
@@ -96,9 +96,9 @@ def softmax(
     def masked(p: jax.Array) -> jax.Array:
         return p if visible is None else zero_unless(visible, p)
 
-    # A row that has seen nothing yet has m = LOWEST, and exp2(LOWEST - LOWEST) is 1.
+    # A row that has not seen a token has m = LOWEST, and exp2(LOWEST - LOWEST) would be 1.
     p = masked(jnp.exp2(logits - ROWS_LAST.over(m_new, logits.shape)))
     l = l * ROWS_LAST.over(alpha, l.shape) + p
     if v_scales is not None:
-        p = masked(p * over_tokens(v_scales, p.shape, ROWS_LAST))  # the scale of a token that is not there may be NaN
+        p = masked(p * over_tokens(v_scales, p.shape, ROWS_LAST))  # the scale past the end may be NaN
     return m_new, l, alpha, p

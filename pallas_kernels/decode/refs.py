@@ -1,4 +1,4 @@
-"""The arrays of a program of the decode kernel, each with its shape, and its shared memory."""
+"""The arrays of a program of the decode kernel with their shapes, and its shared memory."""
 
 import dataclasses
 from typing import Any
@@ -19,42 +19,45 @@ from pallas_kernels.decode.config import TILE, Config
 
 @dataclasses.dataclass(frozen=True)
 class Refs:
-    """`rows` is q_len * group, rounded up to 8; `width` is head_dim, and `value_width` value_dim, rounded up to 64.
-    None: not of this call. A latent, whose values are the first numbers of its keys, has no v_cache and no v_smem."""
+    """The refs of a program; None if the call does not have the array.
+
+    `rows` is q_len * group rounded up to 8; `width` and `value_width` are head_dim and value_dim rounded up to 64. The
+    values of a latent are the first numbers of its keys, so it has no v_cache and no v_smem.
+    """
 
     # Inputs, GMEM
     q: Any  # [seqs, q_len, heads, head_dim]
     k_cache: Any  # [blocks, block_size, kv_heads, head_dim]
     block_tables: Any  # int32 [seqs, max_blocks]
     lengths: Any  # int32 [seqs]
-    options: OptionRefs  # by row: f32 [kv_heads, rows]
+    options: OptionRefs  # per-row options: f32 [kv_heads, rows]
     # Outputs, GMEM
-    out: Any  # [seqs, q_len, heads, value_dim], in q's dtype; several partitions if XLA merges them
+    out: Any  # [seqs, q_len, heads, value_dim], in q's dtype; [partitions * seqs, ...] if XLA merges them
     lse: Any  # f32 [seqs, q_len, heads]
     # SMEM
     q_smem: Any  # [rows, width], in q's dtype
-    k_smem: Any  # [stages, 64, width], in the cache's dtype; of 8 bits also as words: see `widen.Tiles`
+    k_smem: Any  # [stages, 64, width], in the cache's dtype; 8-bit caches also have a view of words, see `widen.Tiles`
     p_smem: Any  # [64, rows], in the dtype of the products
-    # Values that are not part of the keys
+    # V, unless the values are part of the keys
     v_cache: Any = None  # GMEM [blocks, block_size, kv_heads, value_dim]
     v_smem: Any = None  # SMEM [stages, 64, value_width], as k_smem
     # Runs with padding and a window, GMEM
-    num_read: Any = None  # int32 [seqs], the query tokens that are not padding
+    num_read: Any = None  # int32 [seqs], number of query tokens that are not padding
     # A plan, GMEM
     partitions: Any = None  # int32 [total_partitions, 3]
     partition_starts: Any = None  # int32 [seqs + 1]
     # Several partitions, GMEM: see `results.partial_types`
     partial_acc: Any = None  # f32 [partitions of all sequences, kv_heads, value_width, rows]
     partial_ml: Any = None  # f32 [partitions of all sequences, kv_heads, 1, 2, rows]
-    arrivals: Any = None  # int32 [seqs, kv_heads, 1], how many partitions are stored
+    arrivals: Any = None  # int32 [seqs, kv_heads, 1], number of partials stored so far
     # SMEM of 8-bit caches
     wide_q_smem: Any = None  # float16 [width, rows]
-    k_scales_smem: Any = None  # f32 [stages, 64], scales of tokens
+    k_scales_smem: Any = None  # f32 [stages, 64], per-token scales
     v_scales_smem: Any = None  # as k_scales_smem
     # Barriers of TMA
     k_full: Any = None  # [stages]
     v_full: Any = None  # [stages]
-    # From the configuration. Above 1, "kv_heads" of partials and options are parts of KV heads.
+    # From the configuration. If it is above 1, the "kv_heads" axis of partials and options counts parts of KV heads.
     head_parts: int = 1
 
     @property
@@ -74,7 +77,7 @@ class Refs:
 
 
 def scratch(config: Config, shapes: Shapes, scales: tuple[Any, Any]) -> dict[str, Any]:
-    """SMEM and barriers, by the names of `Refs`. `scales`: k_scale and v_scale."""
+    """SMEM and barriers, by the names of `Refs`. `scales` are k_scale and v_scale."""
     rows, width = shapes.rows, round_up(shapes.head_dim, COLUMNS)
     of_rows = next(columns for columns in (64, 32, 16, 8) if rows % columns == 0)
     stages = config.num_stages

@@ -1,11 +1,10 @@
-"""The results of a program: finished rows, or its sums for a sequence that several programs share, which the last
-program merges.
+"""The results of a program: finished rows, or partial sums if several programs share a sequence.
 
     m = max_p m_p,    w_p = exp2(m_p - m),    l = sum_p w_p l_p,    acc = sum_p w_p acc_p
 
-Each program stores its sums, and is then counted. The one that is counted last merges all of them, a few at a time, so
-that their latencies overlap, and in the order of the partitions: whichever is the last, the bits are the same. No
-program waits for another. All but `partial_types` is traced inside the decode kernel.
+Each program stores its sums and then increments a counter. The last program to do so merges all sums: a few at a time,
+so that their latencies overlap, and in the order of the partitions, so that the bits do not depend on which program is
+last. No program waits for another. All functions except `partial_types` are traced inside the kernel.
 
 Source: Dao et al., Flash-Decoding, 2023 (https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 """
@@ -31,13 +30,13 @@ from pallas_kernels.common.rows import LOWEST, ROWS, ROWS_LAST, SCALAR, full, st
 from pallas_kernels.common.sizes import COLUMNS, ceil_div
 from pallas_kernels.decode.walk import Partition
 
-MOST_AT_ONCE = 8  # partials
-# Registers of a thread for partials that are read at once. With 64, four programs no longer share a SM.
+MOST_AT_ONCE = 8  # partials that are read together
+# Registers of a thread for partials that are read together. With 64, four programs no longer fit on an SM.
 LOADED_REGISTERS = 48
 
-# Once all threads have stored, the first one counts: it releases what its program stored, and acquires what those
-# counted before it did. After the second barrier all threads know whether it was the last number. It is the barrier
-# that Mosaic gives to warpgroup 0.
+# After a barrier, thread 0 increments the counter. This releases the stores of its program and acquires the stores of
+# all programs counted before. A second barrier broadcasts whether the count is complete. Barrier 1 is the one that
+# Mosaic uses for warpgroup 0.
 COUNT = """{
     .reg .pred is_first, is_last;
     .reg .u32 arrived;
@@ -52,9 +51,9 @@ COUNT = """{
 
 
 class Sums(NamedTuple):
-    """The sums of a program for its rows, or of several programs, merged."""
+    """The sums of a program for its rows, or the merged sums of several programs."""
 
-    acc: tuple[jax.Array, ...]  # O^T, not divided by l yet: f32 matrices of the same shape
+    acc: tuple[jax.Array, ...]  # O^T, not yet divided by l: f32 matrices of the same shape
     m: jax.Array  # f32 [rows], the highest logit, in units of log2
     l: jax.Array  # f32 [rows], the sum of the weights
 
@@ -62,7 +61,7 @@ class Sums(NamedTuple):
 def partial_types(
     plan: PartitionPlan | None, *, seqs: int, num_partials: int, kv_heads: int, width: int, rows: int
 ) -> dict[str, Any]:
-    """The arrays in GMEM, by their names in the kernels' `Refs`; none where every sequence has one partial."""
+    """The arrays for partials in GMEM, by their names in `Refs`; empty if every sequence has one partial."""
     if plan is None and num_partials == 1:
         return {}
     count = seqs * num_partials if plan is None else plan.total_partitions
@@ -75,13 +74,13 @@ def partial_types(
 
 @dataclasses.dataclass(frozen=True)
 class Partials:
-    """Those of one sequence and KV head."""
+    """The partials of one sequence and KV head."""
 
     refs: Any  # with the arrays of `partial_types`
     partition: Partition
 
     def merge(self, sums: Sums, finish: Callable[[Sums], None]) -> None:
-        """Stores the sums of this program. If it is counted last, `finish` gets the sums of all."""
+        """Stores the sums of this program. If it is the last one, calls `finish` with the merged sums."""
         index = self.partition.first_partial + self.partition.index
         for c, part in enumerate(sums.acc):
             store(self._acc(index, c, part.shape[0]), part)
@@ -96,7 +95,7 @@ class Partials:
     def _ml(self, index: jax.Array, i: int) -> Any:
         return self.refs.partial_ml.at[index, self.partition.kv_head, 0, i]
 
-    def _is_last_in_turn(self) -> jax.Array:  # one program after the other
+    def _is_last_in_turn(self) -> jax.Array:  # in interpret mode programs run one after the other
         counter = self.partition.seq, self.partition.kv_head, pl.ds(0, 1)
         arrived = self.refs.arrivals[counter]
         self.refs.arrivals[counter] = arrived + 1
@@ -104,7 +103,7 @@ class Partials:
 
     @interpreted_by(_is_last_in_turn)
     def _is_last(self) -> jax.Array:
-        """Counts this program. bool []: whether it may read the partials of all."""
+        """Counts this program. Returns bool []: whether all partials of the sequence are stored."""
         seq, kv_head, last = self.partition.seq, self.partition.kv_head, self.partition.count - 1
 
         @plgpu.inline_mgpu(
@@ -119,7 +118,7 @@ class Partials:
         return count(self.refs.arrivals.at[seq, kv_head, 0], jnp.int32(last)) == 1
 
     def _merged(self, shapes: list[tuple[int, ...]], rows: int) -> Sums:
-        """The sums of all partials."""
+        """The merged sums of all partials."""
         registers = sum(size * columns for size, columns in shapes) // 128
         at_once = max(1, min(MOST_AT_ONCE, LOADED_REGISTERS // registers))
         end = self.partition.first_partial + self.partition.count
@@ -136,7 +135,7 @@ class Partials:
 
         def add(i: jax.Array, so_far: Sums) -> Sums:
             indices = [self.partition.first_partial + i * at_once + j for j in range(at_once)]
-            # Past the end the last one is read again, and has no weight.
+            # Past the end the last partial is read again, with weight 0.
             changes = [jnp.where(index < end, 0.0, LOWEST) for index in indices]
             indices = [jnp.minimum(index, end - 1) for index in indices]
             m_parts, l_parts = ([load(self._ml(index, j), ROWS_LAST.vector) for index in indices] for j in range(2))

@@ -1,9 +1,9 @@
-"""Where K and V of a tile are, and how they become the operands of the products, from SMEM to registers.
+"""Operands of the products: K and V of a tile, loaded from SMEM to registers.
 
     S^T [64, rows]          = K [64, head_dim]    Q^T [head_dim, rows]
     O^T [head_dim, rows]   += V^T [head_dim, 64]  P^T [64, rows]
 
-Operands are made 64 columns of the head at a time. Everything here is traced inside the kernel.
+Operands are loaded for 64 columns of the head at a time. All functions are traced inside the kernel.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from pallas_kernels.common.scales import load_of_tile
 from pallas_kernels.common.sizes import COLUMNS, is_8bit, zero_unless
 from pallas_kernels.decode.refs import Refs
 
-Seen = Callable[..., jax.Array]  # as `Walk.seen`, of one tile
+Seen = Callable[..., jax.Array]  # `Walk.seen` for one tile
 
 
 def _dot(acc: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
@@ -42,10 +42,10 @@ def column_slice(c: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Tiles of a cache in q's dtype."""
+    """Tiles of a cache that has q's dtype."""
 
     refs: Refs
-    # By how much the running maximum is too small, in units of log2: the weights then use the range of their dtype.
+    # The running maximum is lowered by this, in units of log2, so that weights use the whole range of their dtype.
     headroom: ClassVar[float] = 0.0
 
     @staticmethod
@@ -58,7 +58,7 @@ class Tiles:
         return self.refs.v_smem is None
 
     def rings(self) -> list[Ring]:
-        """The rings of K and of V, as they are copied; a latent has one for both."""
+        """The rings that K and V are copied to; a latent has one ring for both."""
         refs = self.refs
         k = Ring(refs.k_cache, self.copied(refs.k_smem), refs.k_full)
         return [k] if self.is_latent else [k, Ring(refs.v_cache, self.copied(refs.v_smem), refs.v_full)]
@@ -67,7 +67,7 @@ class Tiles:
         return ring
 
     def prepare_query(self) -> jax.Array | None:
-        """Returns the factor of the products with each row, f32 [rows]; None: ones."""
+        """Prepares Q in SMEM. Returns the factor of each row's products, f32 [rows]; None if all are 1."""
         return None
 
     def query(self, c: int) -> jax.Array:
@@ -78,26 +78,26 @@ class Tiles:
 
     def values(self, stage: jax.Array, c: int, seen: Seen | None) -> jax.Array:
         v = plgpu.load(self.refs.value_ring.at[stage, :, column_slice(c)].T, layout=LEFT)
-        # Zero times NaN is NaN: what no query may see must be zero itself.
+        # Values that no query may see must be zero, because 0 x NaN is NaN.
         return v if seen is None else zero_unless(seen(v.shape, 1, LEFT), v)
 
     def ordered(self, acc: jax.Array) -> jax.Array:
-        """O^T, f32 [64, rows], its columns of the head in their own order."""
+        """O^T, f32 [64, rows], with the columns of the head in their own order."""
         return acc
 
     def k_scales(self, stage: jax.Array) -> jax.Array | None:
-        """One a token, f32 [64]; None: there are none."""
+        """The per-token scales of a tile of K, f32 [64]; None without them."""
         return load_of_tile(self.refs.k_scales_smem, stage, ROWS_LAST)
 
     def v_scales(self, stage: jax.Array) -> jax.Array | None:
-        """As `k_scales`."""
+        """The per-token scales of a tile of V, as `k_scales`."""
         refs = self.refs
         return load_of_tile(refs.k_scales_smem if self.is_latent else refs.v_scales_smem, stage, ROWS_LAST)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles8Bit(Tiles):
-    """Tiles of an 8-bit cache: see `common.widen`, also for the order of the columns."""
+    """Tiles of an 8-bit cache. `common.widen` explains the widening and the order of the columns."""
 
     headroom: ClassVar[float] = widen.HEADROOM
 

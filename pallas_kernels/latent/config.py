@@ -8,14 +8,14 @@ from pallas_kernels.common.interface import MOST_SEQS, Call, Gpu, Hints, Kernel,
 from pallas_kernels.common.sizes import DTYPES_16BIT, divides_tiles
 
 TILE = 64  # tokens
-HEADS = 64  # per program, for one query token
-REST = 64  # columns of a latent after its values: one per token of a tile, because the weights overwrite them
+HEADS = 64  # heads of a program, for one query token
+REST = 64  # columns of a latent after its values; equal to TILE, because the weights replace them in SMEM
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     num_partitions: int  # programs for each sequence and 64 rows
-    run: int = 1  # query tokens of a run, which become heads
+    run: int = 1  # query tokens of a run; they become heads
     at_once: ClassVar[None] = None
 
     @property
@@ -24,8 +24,10 @@ class Config:
 
 
 def limits(call: Call, gpu: Gpu, hints: Hints) -> Iterator[str]:
-    """Reasons to refuse a call. The kernel needs about half of the decode kernel's time.
-    [latent_heads_h100 of benchmarks/results/decisions/]"""
+    """Reasons to refuse a call.
+
+    The kernel runs about twice as fast as the decode kernel. [latent_heads_h100 of benchmarks/results/decisions/]
+    """
     run = _run(call)
     shapes = call.shapes(run)
     if not (
@@ -39,10 +41,10 @@ def limits(call: Call, gpu: Gpu, hints: Hints) -> Iterator[str]:
         and shapes.q_len * shapes.group % HEADS == 0
         and call.num_runs(run) <= MOST_SEQS
     ):
-        yield "the kernel for latents of many heads takes 16-bit latents of 64 heads, 128 and so on, on Hopper."
+        yield "the kernel for latents of many heads needs Hopper, 16-bit latents, and a multiple of 64 heads."
     others = (getattr(call.options, field.name) for field in dataclasses.fields(call.options) if field.name != "scale")
     if call.tree_mask is not None or any(option is not None for option in others):
-        yield "the kernel for latents of many heads takes no option but a scale."
+        yield "the kernel for latents of many heads supports no option except scale."
 
 
 def configure(call: Call, gpu: Gpu, hints: Hints) -> Config:
@@ -50,7 +52,7 @@ def configure(call: Call, gpu: Gpu, hints: Hints) -> Config:
     if num_partitions is None:
         num_rows = call.num_runs(run) * run * call.group
         num_partitions = max(1, min(gpu.num_sms * HEADS // num_rows, call.capacity // (2 * TILE)))
-    return Config(min(num_partitions, max(1, -(-call.capacity // TILE))), run)  # more would have no tile
+    return Config(min(num_partitions, max(1, -(-call.capacity // TILE))), run)  # more partitions would have no tile
 
 
 def _run(call: Call) -> int:

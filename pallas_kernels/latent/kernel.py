@@ -1,4 +1,4 @@
-"""The kernel for latents, and its launch. To be read after `__init__`."""
+"""The kernel for latents, and its launch. Read `__init__` first."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ from pallas_kernels.latent.config import HEADS, REST, TILE, Config
 
 @dataclasses.dataclass(frozen=True)
 class Refs:
-    """`chunks` of 64 heads. `half` is value_dim / 2."""
+    """The refs of a program. A chunk is 64 heads; `half` is value_dim / 2."""
 
     # Inputs, GMEM
     q: Any  # [seqs, chunks, 64, head_dim]
@@ -31,18 +31,18 @@ class Refs:
     block_tables: Any  # int32 [seqs, max_blocks]
     lengths: Any  # int32 [seqs]
     scale: Any  # f32 [1]
-    # Outputs, GMEM: of the first partition of each sequence, then of the second of each
+    # Outputs, GMEM: the first partition of every sequence, then the second of every sequence
     out: Any  # [partitions * seqs, chunks, 64, value_dim]
     lse: Any  # f32 [partitions * seqs, chunks, 64]
     # SMEM
     q_smem: Any  # [64, head_dim]
     values_smem: Any  # [2, 2, 64, half], by stage and half
-    rest_smem: Any  # [2, 64, 64], by stage: the last columns of the keys; then P
-    m_smem: Any  # f32 [2, 64], by stage: the highest logit of a row up to this tile
+    rest_smem: Any  # [2, 64, 64], by stage: the last columns of the keys, then P
+    m_smem: Any  # f32 [2, 64], by stage: the running maximum of a row up to this tile
     l_smem: Any  # f32 [2, 64], by warpgroup
     # Barriers
     q_full: Any  # []
-    values_full: Any  # [4], two halves of the first stage, two of the second
+    values_full: Any  # [4], two halves of the first stage, then two of the second
     rest_full: Any  # [2]
     weights_full: Any  # [2], P and m
     done: Any  # []
@@ -51,9 +51,9 @@ class Refs:
 class State(NamedTuple):
     """A warpgroup's carry from tile to tile."""
 
-    acc: jax.Array  # f32 [64, half], of O
+    acc: jax.Array  # f32 [64, half], its half of O
     m: jax.Array  # f32 [64], the highest logit so far, or a little less, in units of log2
-    l: jax.Array  # f32 [64], the sum of the weights of its own tiles
+    l: jax.Array  # f32 [64], sum of the weights of its own tiles
     next_ids: Ids  # blocks of the next tile
 
 
@@ -67,7 +67,7 @@ def _plus_product_of_zero(acc: jax.Array, left: Any, right: Any) -> jax.Array:
 
 @interpreted_by(_plus_product_of_zero)
 def _plus_product(acc: jax.Array, left: Any, right: Any) -> jax.Array:
-    """acc + left @ right, of SMEM, once it is there."""
+    """acc + left @ right, with operands in SMEM. Waits for the result."""
 
     def multiply(ref: Any) -> None:
         plgpu.wgmma(ref, left, right)
@@ -77,7 +77,7 @@ def _plus_product(acc: jax.Array, left: Any, right: Any) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Warpgroup:
-    """One of the two. Its index is also the stage of the tiles that belong to it."""
+    """One of the two warpgroups. Its index is also the stage of its own tiles."""
 
     refs: Refs
     index: jax.Array
@@ -98,7 +98,7 @@ class Warpgroup:
     def run(self) -> None:
         refs, half = self.refs, self.refs.values_smem.shape[-1]
 
-        # 1. Q and two tiles are on their way; the last columns of the second follow in its warpgroup's first step.
+        # 1. Start copying Q and two tiles. The last columns of the second follow in its warpgroup's first step.
         @pl.when(self.index == 0)
         def _start_query() -> None:
             plgpu.copy_gmem_to_smem(refs.q.at[self.seq, self.chunk], refs.q_smem, refs.q_full)
@@ -109,7 +109,7 @@ class Warpgroup:
         self._start_half(jnp.int32(1), next_ids)
         plgpu.barrier_wait(refs.q_full)
 
-        # 2. Tile by tile.
+        # 2. The loop over tiles.
         def step(i: jax.Array, state: State) -> State:
             ids = self._read_ids(i + 2)
             is_own = rem(i, 2) == self.index
@@ -120,7 +120,7 @@ class Warpgroup:
         nothing = State(zeros((HEADS, half)), ROWS_FIRST.full(HEADS, LOWEST), ROWS_FIRST.full(HEADS, 0.0), next_ids)
         acc, m, l, _ = lax.fori_loop(0, self.num_tiles, step, nothing)
 
-        # 3. The sums of both.
+        # 3. Add the sums of both warpgroups.
         store(refs.l_smem.at[self.index], l)
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.done)
@@ -133,25 +133,25 @@ class Warpgroup:
         pl.when(self.index == 0)(lambda: store(refs.lse.at[row, self.chunk], lse))
 
     def _own_tile(self, i: jax.Array, state: State) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Computes the weights of a tile, hands them to the other warpgroup, and adds its values."""
+        """Computes the weights of an own tile, publishes them to the other warpgroup, and adds the values."""
         refs, own = self.refs, self.index
         acc, m, l, _ = state
         logits = self._scores() * (refs.scale[0] * LOG2E)
         logits = lax.cond(self._is_partial(i), functools.partial(self._masked, i), lambda x: x, logits)
         m_new, alpha = raised(m, logits.max(axis=1))
         p = jnp.exp2(logits - ROWS_FIRST.over(m_new, logits.shape))
-        refs.rest_smem[own] = p.astype(refs.rest_smem.dtype)  # with a barrier: all warps have multiplied the keys
+        refs.rest_smem[own] = p.astype(refs.rest_smem.dtype)  # with a barrier: all warps have used the keys
         store(refs.m_smem.at[own], m_new)
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.weights_full.at[own])
         return self._add(i, acc, alpha, own), m_new, l * alpha + p.sum(axis=1)
 
     def _other_tile(self, i: jax.Array, state: State) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Adds the values of a tile of the other warpgroup, with its weights."""
+        """Adds the values of the other warpgroup's tile, with that warpgroup's weights."""
         refs, other = self.refs, 1 - self.index
         acc, m, l, next_ids = state
         plgpu.barrier_wait(refs.weights_full.at[other])
-        # It has used the weights of the tile before: the last columns of the next overwrite them.
+        # The other warpgroup has used this one's previous weights, so the last columns of the next tile replace them.
         self._start_rest(i + 1, next_ids)
         m_new = ROWS_FIRST.load(refs.m_smem.at[other])
         alpha = jnp.exp2(m - m_new)
@@ -173,24 +173,24 @@ class Warpgroup:
         return pl.run_scoped(multiply, plgpu.ACC((HEADS, TILE), jnp.float32))
 
     def _add(self, i: jax.Array, acc: jax.Array, alpha: jax.Array, stage: jax.Array) -> jax.Array:
-        """O = alpha O + P V, once the products are there."""
+        """O = alpha O + P V. Waits for the products."""
         values = self.refs.values_smem.at[stage, self.index]
         pl.when(self._is_partial(i))(lambda: self._zero_unseen(i, values))
         return _plus_product(rescale(acc, alpha), self.refs.rest_smem.at[stage], values)
 
     def _is_partial(self, i: jax.Array) -> jax.Array:
-        """Whether a tile has tokens past the end, which no row sees."""
+        """Whether a tile has tokens past the end of the sequence, which no row sees."""
         return self._tile_at(i) * TILE + TILE > self.length
 
     def _seen(self, i: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
-        """bool `shape`, of the tokens of a tile on `axis`."""
+        """bool `shape`: whether a token of a tile is within the sequence; tokens are on `axis`."""
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=ROWS) < self.length - self._tile_at(i) * TILE
 
     def _masked(self, i: jax.Array, logits: jax.Array) -> jax.Array:
         return jnp.where(self._seen(i, logits.shape, 1), logits, jnp.full_like(logits, -jnp.inf))
 
     def _zero_unseen(self, i: jax.Array, values: Any) -> None:
-        """Zero times NaN is NaN: what no row may see must be zero itself."""
+        """Zeroes the values that no row may see, because 0 x NaN is NaN."""
         for c in range(values.shape[1] // COLUMNS):
             part = values.at[:, pl.ds(c * COLUMNS, COLUMNS)]
             v = plgpu.load(part, layout=ROWS)
@@ -198,24 +198,24 @@ class Warpgroup:
         plgpu.commit_smem()
 
     def _tile_at(self, i: jax.Array) -> jax.Array:
-        """The i-th of the program's tiles, as a tile of the sequence."""
+        """The index in the sequence of the program's i-th tile."""
         return self.partition + i * self.num_partitions
 
     def _read_ids(self, i: jax.Array) -> Ids:
-        """The blocks of the i-th tile."""
+        """Block ids of the program's i-th tile."""
         refs = self.refs
         entries = jnp.int32(0), ceil_div(self.length, refs.cache.shape[1])
         start = self._tile_at(i) * TILE
         return blocks_of_tile(refs.block_tables, self.seq, start, TILE, entries, refs.cache)
 
     def _start_half(self, i: jax.Array, ids: Ids) -> None:
-        """The warpgroup's half of a tile's values, over those of two tiles before, which it has multiplied."""
+        """Starts copying this warpgroup's half of a tile's values, over those of tile i - 2, which it has used."""
         stage, half = rem(i, 2), self.refs.values_smem.shape[-1]
         target, full = self.refs.values_smem.at[stage, self.index], self.refs.values_full.at[2 * stage + self.index]
         self._start(i, ids, pl.ds(self.index * half, half), target, full)
 
     def _start_rest(self, i: jax.Array, ids: Ids) -> None:
-        """The last columns of the warpgroup's own tile."""
+        """Starts copying the last columns of one of this warpgroup's own tiles."""
         refs = self.refs
         columns = pl.ds(refs.cache.shape[-1] - REST, REST)
         self._start(i, ids, columns, refs.rest_smem.at[self.index], refs.rest_full.at[self.index])
@@ -235,8 +235,8 @@ def _kernel(refs: Refs, *, config: Config) -> None:
 
 
 def launch(call: Call, config: Config) -> tuple[jax.Array, jax.Array]:
-    """For a uniform call of one query token: out [seqs, 1, heads, value_dim] in q's dtype, and lse f32 [seqs, 1,
-    heads]."""
+    """Launches a uniform call of one query token. Returns out [seqs, 1, heads, value_dim] in q's dtype, and lse f32
+    [seqs, 1, heads]."""
     q, cache, value_dim = call.q[:, 0], call.k_cache, call.value_dim
     seqs, heads, head_dim = q.shape
     chunks, partitions = heads // HEADS, config.num_partitions

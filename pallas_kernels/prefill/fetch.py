@@ -1,7 +1,7 @@
-"""The warpgroup that fetches: blocks of K and V from GMEM into rings of tiles in SMEM, item after item.
+"""The fetching warpgroup: copies blocks of K and V from GMEM into rings of tiles in SMEM, item after item.
 
-Each of its four warps makes every fourth copy of a tile. A copy is a block, or a quarter of the tile if that is less.
-Everything here is traced inside the kernel.
+Each of its four warps makes every fourth copy of a tile. A copy is a block, or a quarter of the tile if that is
+smaller. All functions are traced inside the kernel.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class Fetcher:
 
         turn = lax.fori_loop(0, self.items.count(), fetch_item, jnp.int32(0))
         self.scales.announce_last(turn)
-        # No warp may exit while a barrier that it waited on still completes a phase.
+        # No warp may exit before every barrier that it waits on has completed its last phase.
         for stage in range(self.config.num_fetched_stages):
 
             @pl.when(turn > stage)
@@ -55,7 +55,7 @@ class Fetcher:
                     plgpu.barrier_wait(ring.free.at[stage])
 
     def _copies(self, warp: jax.Array) -> tuple[int, list[jax.Array]]:
-        """Tokens of a copy, and the row of a tile that each of a warp's copies begins with."""
+        """Tokens of a copy, and the first row in the tile of each of this warp's copies."""
         count = rows_of_copy(self.keys.source.shape[1], self.config.tile_tokens)
         return count, [(warp + WARPS * i) * count for i in range(self.config.tile_tokens // count // WARPS)]
 
@@ -70,8 +70,8 @@ class Fetcher:
         block_size, head_dim = self.keys.source.shape[1], self.keys.source.shape[3]
         width, stages = self.keys.target.shape[2], self.config.num_fetched_stages
         stage = rem(turn, stages)
-        # A copy as wide as SMEM reaches past the end of a narrower head, where the copy engine writes zeros. The start
-        # must look dynamic, or tracing refuses the slice.
+        # A copy is as wide as SMEM. Past the end of a narrower head the copy engine writes zeros. The start must look
+        # dynamic, because a static slice past the end is refused while tracing.
         columns = pl.ds(0 if head_dim == width else turn - turn, width)
         starts = [rem(tile * self.config.tile_tokens + row, block_size) if block_size > count else 0 for row in rows]
         for ring in (self.keys, self.values):

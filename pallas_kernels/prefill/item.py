@@ -1,4 +1,4 @@
-"""An item inside the kernel: some query tokens of a sequence, some heads of a KV head, and the tiles that they see."""
+"""An item inside the kernel: query tokens of a sequence, query heads of a KV head, and the tiles that they see."""
 
 import dataclasses
 from typing import Any
@@ -17,39 +17,39 @@ from pallas_kernels.prefill.work_list import FIELDS, item_index
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """Scalars, int32 []."""
+    """The scalars of an item, int32 []."""
 
     seq: jax.Array
-    q_row: jax.Array  # in q, of its first token
-    out_row: jax.Array  # in out, which holds the parts one after the other
-    position: jax.Array  # in the sequence, of its first token, or if not `causal` of all; negative in padding
+    q_row: jax.Array  # row in q of its first token
+    out_row: jax.Array  # row in out, which holds the parts one after the other, of its first token
+    position: jax.Array  # position of its first token, or of all tokens if not `causal`; negative for padding
     num_tokens: jax.Array
     length: jax.Array  # tokens of the sequence
     kv_head: jax.Array
-    head: jax.Array  # the first of its query heads
-    begin: jax.Array  # the first tile of its part that some token sees
-    end: jax.Array  # one past the last; there is one at least
-    whole_begin: jax.Array  # the first of the tiles that all tokens see whole, which need no mask
-    whole_end: jax.Array  # one past their last
-    first_visible: jax.Array  # position
+    head: jax.Array  # first of its query heads
+    begin: jax.Array  # first tile of its part that some token sees
+    end: jax.Array  # one past the last of these tiles; begin < end
+    whole_begin: jax.Array  # first of the tiles that need no mask, because all tokens see all of them
+    whole_end: jax.Array  # one past the last of the tiles without a mask
+    first_visible: jax.Array  # first position that some token sees
     window: jax.Array | None
     tile_tokens: int
     block_size: int
     causal: bool
 
     def seen(self, tile: jax.Array, shape: tuple[int, ...], layout: Any = ROWS) -> jax.Array:
-        """bool `shape`: which tokens of a tile, on axis 0, may be seen by some query of the sequence."""
+        """bool `shape`: whether some query of the sequence may see a token of the tile; tokens are on axis 0."""
         tokens = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + tile * self.tile_tokens
         return jnp.logical_and(tokens < self.length, tokens >= self.first_visible)
 
     def entries_to_follow(self) -> tuple[jax.Array, jax.Array]:
-        """The first entry of the sequence's table row with a token that some query sees, and one past the last."""
+        """The range of table entries with a token that some query sees: the first, and one past the last."""
         return div(self.first_visible, self.block_size), ceil_div(self.length, self.block_size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Items:
-    """The items of one program."""
+    """The items of a program."""
 
     entries: Any  # GMEM, int32 [max_entries, fields]
     num_entries: Any  # GMEM, int32 [1]
@@ -83,7 +83,7 @@ class Items:
         return rounds + (item_index(rounds, self.program, n) < total).astype(jnp.int32)
 
     def read(self, i: jax.Array) -> tuple[jax.Array, ...]:
-        """The numbers that make the i-th item, read long before they are needed."""
+        """The numbers that define the i-th item. They are read long before they are needed."""
         index = item_index(i, self.program, self.config.num_programs)
         entry, share = div(index, self._per_entry), rem(index, self._per_entry)
         return (share, *(self.entries[entry, field] for field in range(len(FIELDS))))
@@ -93,7 +93,7 @@ class Items:
         num_parts, tile_tokens, window = self.config.num_parts, self.config.tile_tokens, self.window
         heads_of, part = div(share, num_parts), rem(share, num_parts)
         begin = first_visible = jnp.int32(0)
-        seen = position + (num_tokens if self.config.causal else 1)  # one past the last position that some token sees
+        seen = position + (num_tokens if self.config.causal else 1)  # one past the last visible position
         end = jnp.maximum(ceil_div(jnp.maximum(seen, 0), tile_tokens), 1)
         whole_begin, whole_end = begin, jnp.minimum(div(jnp.maximum(position + 1, 0), tile_tokens), end)
         if window is not None:
@@ -106,7 +106,7 @@ class Items:
             first, count = begin, end - begin
             begin = first + div(count * part, num_parts)
             end = first + div(count * (part + 1), num_parts)
-            # A part without a tile computes one and sees nothing in it: none is whole.
+            # A part without tiles computes one and masks all of it.
             position = jnp.where(begin < end, position, -self.config.item_tokens)
             whole_end = jnp.where(begin < end, whole_end, 0)
             begin = jnp.minimum(begin, first + count - 1)
@@ -139,7 +139,7 @@ class Items:
 
 
 def row_tokens(shape: tuple[int, ...], first_row: jax.Array | int, item_tokens: int, layout: Any = ROWS) -> jax.Array:
-    """The token of the item that each row has, int32 `shape`, the rows on axis 0."""
+    """The index in the item of each row's token, int32 `shape`; rows are on axis 0."""
     rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + first_row
     if item_tokens & (item_tokens - 1):
         return lax.rem(rows, jnp.full(shape, item_tokens, jnp.int32))

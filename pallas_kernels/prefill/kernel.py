@@ -76,7 +76,7 @@ def compute(
     config: Config,
     transforms: tuple[Any, ...],
 ) -> None:
-    """A warpgroup that computes: its 64 rows of all items of the program."""
+    """Computes one warpgroup's 64 rows of all items of the program."""
     first_row = warpgroup * WG_ROWS
     rows = RowsOfItem(config, first_row, WG_ROWS, transforms)
     q_smem, multiplied = (ref.at[warpgroup] for ref in refs.query_views)  # [64, width]
@@ -93,12 +93,12 @@ def compute(
         item = items.item(numbers)
         next_numbers = items.read(jnp.minimum(i + 1, count - 1))
 
-        # 1. Q is there.
+        # 1. Wait for Q.
         k_scale, v_scale = (of_head(scale, item.kv_head) for scale in (options.k_scale, options.v_scale))
         rows.finish_load()
         scale = rows.prepare_query(q_smem, multiplied, scaled(softmax_scale, k_scale))
 
-        # 2. All tiles.
+        # 2. The loop over tiles.
         slopes, sinks = (rows.load_vector(by_row, item) for by_row in (options.alibi_slopes, options.sinks))
         acc, m, l = Steps(
             item,
@@ -114,7 +114,7 @@ def compute(
             products_of(transforms),
         ).run()
 
-        # 3. The next item's Q comes while O and lse of this one leave.
+        # 3. Start copying the next item's Q while O and lse of this one are stored.
         if config.output_columns:
             start_load(next_numbers)
         rows.store_results(refs, item, acc, m, l, sinks, v_scale, o_smem)
@@ -132,12 +132,12 @@ def compute(
 
 
 def matrix_columns(head_dim: int, eight_bit: bool) -> int:
-    """Columns of the tiles of K, V and Q in SMEM: all of the head or a divisor, as the copy engine needs it."""
+    """Columns of a swizzled tile of K, V and Q in SMEM: the head's columns or a divisor, as the copy engine needs."""
     return COLUMNS if eight_bit else next(n for n in (64, 32, 16) if head_dim % n == 0 or head_dim < n)
 
 
 def launch(call: Call, config: Config) -> tuple[jax.Array, jax.Array]:
-    """For a packed call, see `launch_items`."""
+    """Launches a packed call, see `launch_items`."""
     shapes, options = call.shapes(), call.options
     transforms = matrix(matrix_columns(shapes.head_dim, shapes.is_8bit), 2)
     return launch_items(

@@ -1,4 +1,4 @@
-"""How both prefill kernels are called: what they read and write, and the merge of the parts of an item."""
+"""The launch of both prefill kernels: inputs, outputs, and the merge of the parts of an item."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,9 +23,9 @@ def launch_items(
     config: Cut,
     *,
     rows: int,  # rows of an item
-    **how: Any,  # of `common.launch`
+    **how: Any,  # arguments of `common.launch`
 ) -> tuple[jax.Array, jax.Array]:
-    """For a packed call: out [tokens, heads, head_dim] in q's dtype, and lse f32 [tokens, heads]."""
+    """Launches a packed call. Returns out [tokens, heads, head_dim] in q's dtype, and lse f32 [tokens, heads]."""
     parts, in_parts = config.num_parts, config.num_parts > 1
 
     def per_row(by_head: jax.Array) -> jax.Array:
@@ -56,5 +56,5 @@ def launch_items(
         out, lse = merge_parts.merge(out.reshape(*shape, head_dim), lse.reshape(shape), call.options.sinks)
         return out.astype(call.q.dtype), lse
 
-    # One program is on each SM already, so that mapped calls follow one another.
+    # A call already occupies every SM, so mapped calls run one after the other.
     return launch(call) if interpreted() else jax.custom_batching.sequential_vmap(launch)(call)

@@ -13,24 +13,24 @@ from pallas_kernels.prefill.item import Item, row_tokens
 
 @dataclasses.dataclass(frozen=True)
 class Logits:
-    """The logits of 64 rows of an item, traced inside the kernel."""
+    """The logits of a warpgroup's rows of an item."""
 
     item: Item
     item_tokens: int
-    first_row: jax.Array | int  # among the item's rows
-    scale: jax.Array  # f32 [], or [64] of the rows, not negative
+    first_row: jax.Array | int  # first row in the item
+    scale: jax.Array  # f32 [], or one per row, not negative
     cap: jax.Array | None  # f32 []
     slopes: jax.Array | None  # f32 [64]
 
     def __call__(self, products: jax.Array, tile: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array]:
-        """f32 [64, tile] -> logits, -inf where nothing is visible, and what makes them logits in units of log2.
+        """Products f32 [64, tile] -> logits, -inf where masked, and their factor to units of log2.
 
-        Which they are already where there is more to do than to multiply: one instruction a number multiplies and
-        subtracts the maximum.
+        With a soft cap or slopes the logits are already in units of log2. Otherwise the scale is left to the factor,
+        because a single instruction multiplies a number and subtracts the maximum.
         """
         shape = products.shape
         one = jnp.ones((), jnp.float32)
-        logits, to_log2 = products, jnp.maximum(self.scale * LOG2E, 1e-30)  # and not 0: 0 x inf is NaN
+        logits, to_log2 = products, jnp.maximum(self.scale * LOG2E, 1e-30)  # not 0, because 0 x inf is NaN
         if self.cap is not None:
             logits, to_log2 = soft_capped(products, self.scale, self.cap, ROWS_FIRST), one
         elif self.slopes is not None:
@@ -38,7 +38,7 @@ class Logits:
         if not masked and self.slopes is None:
             return logits, to_log2
         columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=ROWS)
-        last = self.item.position - tile * self.item.tile_tokens  # the column of the last token that a row sees
+        last = self.item.position - tile * self.item.tile_tokens  # column of the last token that a row sees
         if self.item.causal:
             tokens = row_tokens(shape[:1], self.first_row, self.item_tokens, ROWS_FIRST.vector)
             last = ROWS_FIRST.over(tokens + last, shape)

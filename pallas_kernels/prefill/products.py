@@ -1,10 +1,10 @@
-"""The two products of a step, side by side on the tensor cores: with the keys of a tile, and the values of another.
+"""The two products of a step, in flight together: with the keys of one tile, and with the values of another.
 
     S [64, tile]      = Q [64, head_dim]  K^T [head_dim, tile]
     O [64, head_dim] += P [64, tile]      V [tile, head_dim]
 
-`plgpu.wgmma` fences P by itself, between the two, and ptxas then runs one after the other. Here all that is in
-registers is fenced before the first.
+`plgpu.wgmma` would fence P between the two products, and ptxas would then serialise them. Here all registers are fenced
+before the first product.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ F32 = jnp.dtype(jnp.float32)
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    transforms: tuple[Any, ...]  # for matrices in SMEM
+    transforms: tuple[Any, ...]  # transforms of matrices in SMEM
 
     def scores(self, q: Any, k: Any) -> jax.Array:
         """S f32 [64, tile], from SMEM [64, width] and [tile, width]."""
@@ -41,7 +41,7 @@ class Products:
         return pl.run_scoped(product, plgpu.ACC((q.shape[0], k.shape[0]), F32))
 
     def add(self, acc: jax.Array, p: jax.Array, v: Any) -> jax.Array:
-        """O f32 [64, width] with the values of a tile, SMEM [tile, width]."""
+        """O + P V, f32 [64, width], with the values of a tile, SMEM [tile, width]."""
 
         def add(ref: Any) -> None:
             plgpu.wgmma(ref, p, v)
@@ -51,12 +51,12 @@ class Products:
     def start(
         self,
         acc: jax.Array,  # f32 [64, width]
-        p: jax.Array,  # [64, tile], of the tile of v
+        p: jax.Array,  # [64, tile], the weights for v
         q: Any,  # SMEM [64, width]
         k: Any,  # SMEM [tile, width]
         v: Any,  # SMEM [tile, width]
     ) -> tuple[jax.Array, jax.Array]:
-        """O and S, the first of two groups under way: not to be touched before they went through `wait`."""
+        """Starts both products and returns O and S. Pass each through `wait` before use; O is the first group."""
         swizzle = self.transforms[1].swizzle
         ref = plgpu.RefType(self.transforms)
         scores = plgpu.ShapeDtypeStruct((acc.shape[0], k.shape[0]), F32, ROWS)
@@ -82,17 +82,17 @@ class Products:
         return products(acc, p, q, k, v)
 
     def wait(self, n: int, x: Any) -> Any:
-        """x, once at most the last n products are under way."""
+        """Returns x when at most the last n products are in flight."""
         plgpu.wgmma_wait(n)
         return lax.optimization_barrier(x)
 
 
 class Interpreted(Products):
-    """In interpret mode, which has no products with an operand in registers, and none under way."""
+    """Products in interpret mode, which has neither operands in registers nor asynchronous products."""
 
     def add(self, acc: jax.Array, p: jax.Array, v: Any) -> jax.Array:
         added = jnp.dot(p, v[...], preferred_element_type=jnp.float32)
-        plgpu.commit_smem()  # orders these reads, unlike a product's, before the copy engine's writes
+        plgpu.commit_smem()  # orders the reads before the copy engine's writes, as a product would
         return acc + added
 
     def start(self, acc: jax.Array, p: jax.Array, q: Any, k: Any, v: Any) -> tuple[jax.Array, jax.Array]:
@@ -107,7 +107,7 @@ def products_of(transforms: tuple[Any, ...]) -> Products:
 
 
 def _add(acc: Any, p: Any, v: Any, swizzle: int) -> Any:
-    """acc + p v. As `wgmma.wgmma`, but p is fenced already."""
+    """acc + p v, like `wgmma.wgmma`, but for a p that is already fenced."""
     columns = swizzle // utils.bytewidth(p.mlir_dtype)
     width = acc.shape[1]
     (start, (_, k_stride)), (_, group_stride), fastest = mma_utils.create_descriptor(

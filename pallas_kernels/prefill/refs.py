@@ -1,4 +1,4 @@
-"""The arrays of a program of the prefill kernel, each with its shape, and its shared memory."""
+"""The arrays of a program of the prefill kernels with their shapes, and the shared memory."""
 
 import dataclasses
 from typing import Any
@@ -16,9 +16,9 @@ from pallas_kernels.prefill.config import WG_ROWS, Config
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arrays:
-    """Arrays of both prefill kernels: all in GMEM; in SMEM those that are copied from there.
+    """The refs of both prefill kernels; None if the call does not have the array.
 
-    `width` is head_dim, rounded up to a multiple of 64; `items` are heads / heads of an item. None: not of this call.
+    `width` is head_dim rounded up to a multiple of 64; `items` is heads divided by the heads of an item.
     """
 
     # Inputs
@@ -28,20 +28,20 @@ class Arrays:
     block_tables: Any  # int32 [seqs, max_blocks]
     entries: Any  # int32 [max_entries, fields], see `work_list`
     num_entries: Any  # int32 [1]
-    options: OptionRefs  # by row: f32 [items, rows], of the rows of an item
+    options: OptionRefs  # per-row options: f32 [items, rows]
     # Outputs
-    out: Any  # [parts * tokens, heads, head_dim]; float32 of several parts
+    out: Any  # [parts * tokens, heads, head_dim]; float32 if there are several parts
     lse: Any  # f32 [parts * tokens, heads]
     # SMEM
-    q_smem: Any  # [rows, width], see `query_views`; of Hopper's form [2, 64, width]
-    k_smem: Any  # [stages, tile, width]; of Hopper's form of 16 bits
+    q_smem: Any  # [rows, width], see `query_views`; in the kernel for Hopper [2, 64, width]
+    k_smem: Any  # [stages, tile, width]; in the kernel for Hopper always 16-bit
     v_smem: Any  # as k_smem
-    k_scales_smem: Any = None  # f32 [stages, tile], scales of tokens
+    k_scales_smem: Any = None  # f32 [stages, tile], per-token scales
     v_scales_smem: Any = None  # as k_scales_smem
 
     @property
     def query_views(self) -> tuple[Any, Any]:
-        """Q in SMEM as it is loaded, and as it is multiplied."""
+        """Two views of Q in SMEM: as loaded, and as multiplied."""
         if Shapes.of(self.q, self.k_cache, self.k_cache).multiplied_dtype == self.q.dtype:
             return self.q_smem, self.q_smem
         q, q_float16 = self.q_smem
@@ -49,7 +49,7 @@ class Arrays:
 
 
 def query_smem(shape: tuple[int, ...], shapes: Shapes, transforms: tuple[Any, ...]) -> Any:
-    """The buffer behind `Arrays.query_views`."""
+    """The buffer that `Arrays.query_views` views."""
     q, multiplied = (plgpu.SMEM(shape, x, transforms=transforms) for x in (shapes.q_dtype, shapes.multiplied_dtype))
     return q if shapes.q_dtype == shapes.multiplied_dtype else two_views(q, multiplied)
 
@@ -62,25 +62,25 @@ class Refs(Arrays):
     v_full: Any  # [stages]
     v_free: Any  # [stages]
     zeroed: Any  # []
-    # SMEM and barriers of 8-bit caches: tiles as they are fetched
+    # SMEM and barriers of 8-bit caches: tiles that are not widened
     k_8bit_smem: Any = None  # [stages, tile, width]
     v_8bit_smem: Any = None  # as k_8bit_smem
     k_8bit_full: Any = None  # [stages]
     k_8bit_free: Any = None  # [stages]
     v_8bit_full: Any = None  # [stages]
     v_8bit_free: Any = None  # [stages]
-    scales_full: Any = None  # [scale stages], if there are any
-    # SMEM of some calls
-    o_smem: Any = None  # [2, 64, columns], where O does not leave through Q's
+    scales_full: Any = None  # [scale stages], with per-token scales only
+    # Optional SMEM
+    o_smem: Any = None  # [2, 64, columns], unless O is stored through Q's SMEM
 
 
 def scratch(config: Config, shapes: Shapes, scales: tuple[Any, Any], transforms: tuple[Any, ...]) -> dict[str, Any]:
-    """SMEM and barriers, by the names of `Refs`. `scales`: k_scale and v_scale; `transforms`: of a matrix in SMEM."""
+    """SMEM and barriers, by the names of `Refs`. `scales` are k_scale and v_scale; `transforms` apply to matrices."""
     width, eight_bit = round_up(shapes.head_dim, 64), shapes.is_8bit
     copies = config.tile_tokens // rows_of_copy(shapes.block_size, config.tile_tokens)
 
     def rings(kind: str, stages: int, numbers: Any, transforms: Any, arrivals: tuple[int, int]) -> dict[str, Any]:
-        """Rings of K and V, with `arrivals` at their barriers: tiles that are full, and free."""
+        """Rings of K and V. `arrivals` are the arrival counts of their full and free barriers."""
         return {
             name: ref
             for x in "kv"

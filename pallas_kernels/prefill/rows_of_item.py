@@ -1,8 +1,8 @@
 """The rows of an item in GMEM: reading Q, writing O and lse.
 
-Row r of an item is head r // item_tokens, token r % item_tokens. The tokens of an item may begin anywhere in q, but the
-copy engine only copies tiles of 8 rows that begin at multiples of 8. So threads copy rows themselves, 16 bytes at a
-time. Rows that the item does not have are neither read nor written.
+Row r of an item is head r // item_tokens, token r % item_tokens. The tokens of an item may begin at any row of q, but
+the copy engine only copies tiles of 8 rows that begin at a multiple of 8. So the threads copy rows, 16 bytes at a time.
+Rows past the item's last token are neither read nor written.
 """
 
 import dataclasses
@@ -50,15 +50,15 @@ SPLAT = plgpu.Layout.WG_SPLAT
 
 @dataclasses.dataclass(frozen=True)
 class RowsOfItem:
-    """The rows of one warpgroup."""
+    """The rows of an item that one warpgroup computes."""
 
     config: Cut
-    first_row: jax.Array | int  # among the item's rows
+    first_row: jax.Array | int  # first row in the item
     count: int
-    transforms: tuple[Any, ...]  # for matrices in SMEM
-    commit: Callable[[], None] = plgpu.commit_smem  # what has been written to SMEM is there for all threads
+    transforms: tuple[Any, ...]  # transforms of matrices in SMEM
+    commit: Callable[[], None] = plgpu.commit_smem  # makes writes to SMEM visible to all threads
 
-    # In interpret mode.
+    # For interpret mode.
     def _load_at_once(self, q: Any, item: Item, q_smem: Any) -> None:
         head, token, is_there = self._locate(item, jnp.arange(q_smem.shape[0], dtype=jnp.int32))
         rows = q[...][jnp.where(is_there, item.q_row + token, 0), jnp.where(is_there, item.head + head, 0)]
@@ -86,8 +86,8 @@ class RowsOfItem:
 
     @interpreted_by(_load_at_once)
     def start_load(self, q: Any, item: Item, q_smem: Any) -> None:
-        """Starts to bring Q [rows, width] from GMEM [tokens, heads, head_dim]: zero past the end of a narrower head,
-        and in rows that the item has not."""
+        """Starts copying Q from GMEM [tokens, heads, head_dim] to `q_smem` [rows, width]. Columns past head_dim and
+        rows past the item's last token become zero."""
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(self.transforms), *[SPLAT] * 4))
         def load(_: Any, q: Any, q_smem: Any, *scalars: Any) -> None:
@@ -102,12 +102,12 @@ class RowsOfItem:
         self.commit()
 
     def load_vector(self, by_row: Any | None, item: Item) -> jax.Array | None:
-        """f32 [rows], from GMEM f32 [heads / heads of an item, rows]; None of None."""
+        """Loads f32 [rows] from GMEM f32 [heads / heads of an item, rows]; None for None."""
         index = div(item.head, self.config.heads)
         return given(by_row, lambda ref: ROWS_FIRST.load(ref.at[index, pl.ds(self.first_row, self.count)]))
 
     def prepare_query(self, q_smem: Any, multiplied: Any, scale: jax.Array) -> jax.Array:
-        """Makes `multiplied` of Q, which is there; returns what makes logits of its products, f32 [] or [rows]."""
+        """Converts Q in SMEM to `multiplied`. Returns the factor from its products to logits, f32 [] or [rows]."""
         pl.when(scale < 0)(lambda: self._negate(q_smem))
         scale = jnp.abs(scale)
         if multiplied.dtype == q_smem.dtype:
@@ -134,7 +134,7 @@ class RowsOfItem:
         self.store_vector(lse, refs.lse, item)
 
     def _negate(self, q_smem: Any) -> None:
-        """For a scale below zero, so that the highest product belongs to the highest logit."""
+        """Negates Q, for a negative scale, so that the highest product belongs to the highest logit."""
         for c in range(q_smem.shape[1] // COLUMNS):
             part = q_smem.at[:, pl.ds(c * COLUMNS, COLUMNS)]
             q = plgpu.load(part, layout=ROWS)
@@ -142,11 +142,11 @@ class RowsOfItem:
         self.commit()
 
     def store(self, x: jax.Array, out: Any, item: Item, o_smem: Any) -> None:
-        """x [rows, width] into out, GMEM [tokens, heads, head_dim], by o_smem [rows, columns], a part at a time."""
+        """Stores x [rows, width] to out, GMEM [tokens, heads, head_dim], through o_smem [rows, columns]."""
         columns = o_smem.shape[1]
         for start in range(0, x.shape[1], columns):
             if start:
-                self.commit()  # all threads have read what was there
+                self.commit()  # all threads have read the previous columns
             part = lax.slice(x, (0, start), (x.shape[0], start + columns))
             self._store_columns(part, out, item, o_smem, start)
 
@@ -173,7 +173,7 @@ class RowsOfItem:
 
     @interpreted_by(_store_one_by_one)
     def store_float32(self, x: jax.Array, out: Any, item: Item) -> None:
-        """x f32 [rows, width] into out, GMEM f32 [tokens, heads, head_dim], without SMEM."""
+        """Stores x f32 [rows, width] to out, GMEM f32 [tokens, heads, head_dim], without SMEM."""
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS, *[SPLAT] * 4))
         def store(_: Any, out: Any, x: Any, *scalars: Any) -> None:
@@ -193,7 +193,7 @@ class RowsOfItem:
 
     @interpreted_by(_store_one_by_one)
     def store_vector(self, x: jax.Array, out: Any, item: Item) -> None:
-        """x f32 [rows] into out, GMEM f32 [tokens, heads]."""
+        """Stores x f32 [rows] to out, GMEM f32 [tokens, heads]."""
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS_FIRST.vector, *[SPLAT] * 4))
         def store(_: Any, out: Any, x: Any, *scalars: Any) -> None:
@@ -215,11 +215,11 @@ class RowsOfItem:
 
 @dataclasses.dataclass(frozen=True)
 class _ItemRows:
-    """Where the item's rows are in an array of [tokens, heads, ...]; i32 in MLIR."""
+    """The place of the item's rows in an array [tokens, heads, ...], as i32 in MLIR."""
 
     config: Cut
     first_row: Any
-    array_row: Any  # the item's first token
+    array_row: Any  # row of the item's first token in the array
     head: Any
     num_tokens: Any
 
@@ -236,24 +236,24 @@ class _ItemRows:
         return arith.andi(is_less(token, self.num_tokens), below(head, self.config.heads))
 
     def of_row(self, row: Any) -> list[Any]:
-        """Indices."""
+        """The indices [token, head] of a row."""
         head, token = self._split(row)
         sums = arith.addi(token, self.array_row), arith.addi(head, self.head)
         return [arith.index_cast(ir.IndexType.get(), x) for x in sums]
 
     def address(self, array: Any, row: Any, column: Any, *, num_bytes: int) -> Any:
-        """i64, of a number of an array of [tokens, heads, head_dim]."""
+        """The i64 address of a number in an array [tokens, heads, head_dim]."""
         _, heads, head_dim = ir.MemRefType(array.type).shape
         start = pointer(array, 64)
         head, token = self._split(row)
         first_row = arith.addi(product(wide(self.array_row), heads), wide(self.head))
-        number = arith.addi(product(arith.addi(product(token, heads), head), head_dim), column)  # within the item
+        number = arith.addi(product(arith.addi(product(token, heads), head), head_dim), column)  # offset in the item
         return total(start, product(first_row, head_dim * num_bytes), wide(product(number, num_bytes)))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
-    """A piece that a thread copies at once."""
+    """16 bytes that a thread copies."""
 
     smem: Any  # address, i32
     gmem: Any  # address, i64
@@ -261,7 +261,7 @@ class _Chunk:
 
 
 def _chunks(array: Any, smem: Any, where: _ItemRows, start: int = 0) -> Iterator[_Chunk]:
-    """The chunks of rows, in SMEM and in an array [tokens, heads, head_dim], its columns from `start` on."""
+    """The chunks of rows in SMEM, and in an array [tokens, heads, head_dim] with columns from `start` on."""
     head_dim = ir.MemRefType(array.type).shape[-1]
     for chunk in chunks(smem):
         column = arith.addi(quotient(chunk.byte, 2), i32(start))

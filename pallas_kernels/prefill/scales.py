@@ -1,6 +1,7 @@
-"""The scales of tokens of an 8-bit cache in the prefill kernel: their rings.
+"""The rings of per-token scales of an 8-bit cache in the prefill kernel.
 
-The warp that fetches some tokens also copies their scales, a lane each. Everything here is traced inside the kernel.
+The warp that fetches a piece of a tile also copies the scales of its tokens, one per lane. All functions are traced
+inside the kernel.
 """
 
 import dataclasses
@@ -22,13 +23,13 @@ LANES = 32
 @dataclasses.dataclass(frozen=True)
 class Scales:
     refs: Refs
-    stages: int  # per ring; K's and V's share one barrier a stage
+    stages: int  # per ring; K and V share one barrier per stage
 
     def stage(self, turn: jax.Array) -> jax.Array:
         return rem(turn, self.stages)
 
     def of_tile(self, turn: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
-        """The scales of K and of V, f32 [tile] or None, of the tile that was fetched as the `turn`-th."""
+        """The scales of K and of V, f32 [tile] or None, for the `turn`-th fetched tile."""
         refs, stage = self.refs, self.stage(turn)
         if refs.scales_full is not None:
             plgpu.barrier_wait(refs.scales_full.at[stage])
@@ -37,7 +38,7 @@ class Scales:
 
     @property
     def lag(self) -> int:
-        """How many tiles a warp goes on before it waits for the scales of one and announces them."""
+        """Number of later tiles that a warp fetches before it waits for a tile's scales and announces them."""
         return self.stages // 2
 
     def fetch(
@@ -49,13 +50,14 @@ class Scales:
         row: jax.Array,
         size: int,
     ) -> None:
-        """One warp starts to copy the scales of `size` tokens of a block, from `offset`, to a tile's, from `row`."""
+        """Called by one warp: starts copying the scales of `size` tokens, from slot `offset` of a block to row `row` of
+        a tile."""
         for scales, ring in rings(self.refs):
             target = ring.at[self.stage(turn), pl.ds(row, size)]
             cp_async.copy_scales(scales, target, (block_id,), jnp.int32(offset), kv_head, threads=LANES)
 
     def announce(self, turn: jax.Array) -> None:
-        """One warp has started the copies of the tile that is fetched as the `turn`-th."""
+        """Called by one warp after it has started its copies of the `turn`-th fetched tile."""
         if self.refs.scales_full is None:
             return
         cp_async.commit()
@@ -63,7 +65,7 @@ class Scales:
         self._arrive(turn - self.lag)
 
     def announce_last(self, num_tiles: jax.Array) -> None:
-        """One warp has started the copies of all its tiles."""
+        """Called by one warp after it has started its copies of all tiles."""
         if self.refs.scales_full is None:
             return
         cp_async.wait_own(0)

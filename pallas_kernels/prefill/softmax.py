@@ -1,6 +1,6 @@
 """The online softmax of a tile.
 
-Everything here is traced inside the kernels.
+All functions are traced inside the kernels.
 """
 
 import jax
@@ -22,7 +22,8 @@ def softmax(
     *,
     masked: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The new m and l, what sums so far are multiplied with, f32 [rows], and the weights, f32 [rows, tile]."""
+    """Returns the new m and l, alpha (the factor for the sums so far, f32 [rows]), and the weights, f32 [rows,
+    tile]."""
     k_scales, v_scales = (_of_seen(x, logits_of, tile) if masked else x for x in scales)
     if k_scales is not None:
         scores *= over_tokens(k_scales, scores.shape, ROWS_FIRST)
@@ -40,7 +41,7 @@ def softmax(
 
 
 def _of_seen(scales: jax.Array | None, logits_of: Logits, tile: jax.Array) -> jax.Array | None:
-    """1 for a token that no query sees."""
+    """The scales, with 1 for tokens that no query sees."""
     if scales is None:
         return None
     seen = logits_of.item.seen(tile, scales.shape, ROWS.reduce(0))

@@ -3,11 +3,11 @@
     S [64, tile]      = Q [64, head_dim]  K^T [head_dim, tile]
     O [64, head_dim] += P [64, tile]      V [tile, head_dim]
 
-A step starts the product with the keys of a tile and that with the values of the tile before, and computes the softmax
-of the first while the second runs. The steps of the two warpgroups have no order: taking turns, by barriers of the
-hardware, is not faster on an H100.
+A step starts two products, with the keys of a tile and with the values of the previous tile. It computes the softmax of
+the first while the second runs. The two warpgroups are not synchronised: making them alternate with hardware barriers
+is not faster on an H100.
 
-Everything here is traced inside the kernel.
+All functions are traced inside the kernel.
 """
 
 import dataclasses
@@ -40,16 +40,16 @@ class Steps:
     logits: Logits
     keys: Ring
     values: Ring
-    first_turn: jax.Array  # turn of the rings with the item's first tile
+    first_turn: jax.Array  # index of the item's first tile among all tiles that the program fetches
     q: Any  # SMEM [64, width]
-    zeroed: Any  # barrier of both warpgroups
+    zeroed: Any  # barrier for both warpgroups
     warpgroup: jax.Array
     config: Config
     scales: Scales
     products: products.Products
 
     def run(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """O f32 [64, width], not yet divided by l; m, in units of log2, and l, f32 [64]."""
+        """Returns O f32 [64, width], not yet divided by l, and m (in units of log2) and l, f32 [64]."""
         item = self.item
         carry = self._first()
         masked = functools.partial(self._step, masked=True)
@@ -63,7 +63,7 @@ class Steps:
         return self._last(carry)
 
     def _first(self) -> Carry:
-        """The keys of the first tile."""
+        """The first step: only the keys of the first tile."""
         item, rows = self.item, self.q.shape[0]
         stage = self._stage(item.begin)
         plgpu.barrier_wait(self.keys.full.at[stage])
@@ -78,7 +78,7 @@ class Steps:
         return zeros(self.q.shape), m, l, p.astype(self.q.dtype)
 
     def _step(self, tile: jax.Array, carry: Carry, *, masked: bool) -> Carry:
-        """The keys of a tile, and the values of the one before."""
+        """A step with the keys of a tile and the values of the previous one."""
         acc, m, l, p = carry
         before, stage = self._stage(tile - 1), self._stage(tile)
         plgpu.barrier_wait(self.keys.full.at[stage])
@@ -93,7 +93,7 @@ class Steps:
         return rescale(acc, alpha), m, l, p.astype(self.q.dtype)
 
     def _last(self, carry: Carry) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The values of the last tile."""
+        """The last step: only the values of the last tile."""
         acc, m, l, p = carry
         tile = self.item.end - 1
         stage = self._stage(tile)
@@ -109,18 +109,18 @@ class Steps:
     def _await_values(self, tile: jax.Array, stage: jax.Array) -> None:
         if self.item.window is None:
             plgpu.barrier_wait(self.values.full.at[stage])
-        else:  # the values of the first tile are there
+        else:  # the values of the first tile have arrived
             pl.when(tile > self.item.begin)(lambda: plgpu.barrier_wait(self.values.full.at[stage]))
 
     def _softmax(
         self, scores: jax.Array, tile: jax.Array, m: jax.Array, l: jax.Array, *, masked: bool
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """As `softmax`, with the scales of the tile's tokens."""
+        """`softmax` with the per-token scales of the tile."""
         scales = self.scales.of_tile(self.first_turn + tile - self.item.begin)
         return softmax(scores, self.logits, tile, scales, m, l, masked=masked)
 
     def _zero_unseen(self, tile: jax.Array, stage: jax.Array) -> None:
-        """Makes the values zero in the slots that no query may see, each warpgroup in some columns."""
+        """Zeroes the values that no query may see; each warpgroup zeroes some of the columns."""
         values = self.values.target.at[stage]
         for c in range(values.shape[-1] // COLUMNS):
 

@@ -1,18 +1,17 @@
-"""The warpgroup that widens an 8-bit cache: tiles of K and V from the rings in which they are fetched, as float16, to
-the rings that the products read.
+"""The widening warpgroup: reads the fetched 8-bit tiles of K and V and writes float16 tiles for the products.
 
-The tensor cores read keys and values from SMEM only, both of q's width. One warpgroup widens for the two that compute.
-Its budget on an H100, for 64 tokens of head_dim 128: the products of a tile, 128 rows, need some 1700 clocks at their
-best. For K and V, 2 x 8192 numbers, a thread makes 16 loads of 8 numbers, 64 conversions to two numbers each, and 16
-stores, about 500 instructions of four warps: 130 clocks of each scheduler. Their 16 KB read and 32 KB written are 400
-clocks of SMEM's bandwidth; the products need 800 and the copies 130. The conversion straight to float16 is
-one instruction for two numbers; bfloat16 would need four, by way of float32. Measured, over the time with a bfloat16
-cache: 1.10, with a warpgroup that only passes the barriers on 1.04, with a conversion by five instructions 1.37.
+Hopper's products read keys and values from SMEM only, in numbers as wide as Q's. One warpgroup widens for the two that
+compute. Its budget on an H100, for 64 tokens of head_dim 128: the products of a tile with 128 rows need at least
+some 1700 clocks. For K and V, 2 x 8192 numbers, a thread makes 16 loads of 8 numbers, 64 conversions to two numbers
+each, and 16 stores. With four warps that is about 500 instructions, 130 clocks of each scheduler. Reading 16 KB and
+writing 32 KB needs 400 clocks of SMEM's bandwidth; the products need 800 and the copies 130. A conversion to float16 is
+one instruction for two numbers; bfloat16 would need four, through float32. Measured times relative to a bfloat16 cache:
+1.10; 1.04 with a warpgroup that only forwards the barriers; 1.37 with a conversion of five instructions.
 [prefill_widen_h100 of benchmarks/results/decisions/]
 
-So the products are of float16 numbers: `pallas_kernels.common.widen` says what that means for Q.
+So the products are in float16: `pallas_kernels.common.widen` explains the effect on Q.
 
-Everything here is traced inside the kernel.
+All functions are traced inside the kernel.
 """
 
 import dataclasses
@@ -40,8 +39,8 @@ from pallas_kernels.prefill.item import Items
 
 
 def _eights(columns: int) -> Any:
-    """[rows, 64 or 128]: 8 neighbouring numbers a thread, which are 16 bytes of float16, and whole rows of a tile a
-    warp, so that neither reads nor writes conflict."""
+    """Layout of [rows, 64 or 128]: a thread has 8 neighbouring numbers (16 bytes of float16) and a warp has whole rows
+    of a tile, so that neither reads nor writes have bank conflicts."""
     rows = 256 // columns  # per warp
     tiling = fragmented_array.Tiling(((4 * rows, columns), (rows, columns), (8,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
@@ -66,7 +65,7 @@ class Widener:
         @pl.when(count > 0)
         def _widen_items() -> None:
             turn, _ = lax.fori_loop(0, count, widen_item, (jnp.int32(0), self.items.read(jnp.int32(0))))
-            # No thread may exit while a barrier that it waited on still completes a phase.
+            # No thread may exit before every barrier that it waits on has completed its last phase.
             for stage in range(self.config.num_stages):
 
                 @pl.when(turn > stage)
@@ -93,8 +92,8 @@ class Widener:
 
 
 def widen(narrow: Any, wide: Any, at_once: int = COLUMNS) -> None:
-    """SMEM [tile, width] of 8-bit numbers into float16 [tile, width], by a warpgroup, 64 or 128 columns at once: 64 if
-    they are tiled."""
+    """Widens 8-bit SMEM [tile, width] into float16 [tile, width], by a warpgroup, `at_once` columns at a time: 64 or
+    128, and 64 if they are tiled."""
     for start in range(0, narrow.shape[1], at_once):
         columns = pl.ds(start, at_once)
         wide[:, columns] = _float16(narrow.at[:, columns])
@@ -106,7 +105,7 @@ def _as_float16(narrow: Any) -> jax.Array:
 
 @interpreted_by(_as_float16)
 def _float16(narrow: Any) -> jax.Array:
-    """From SMEM [rows, 64 or 128] of 8-bit numbers."""
+    """Loads 8-bit SMEM [rows, 64 or 128] as float16."""
 
     def convert(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         wide = np.empty_like(x.registers)
@@ -123,8 +122,8 @@ def _float16(narrow: Any) -> jax.Array:
 
 
 def q_as_float16(q: Any, target: Any, commit: Callable[[], None]) -> jax.Array:
-    """Q, SMEM bfloat16 [rows, width], to `target`, float16, which may be another view of it; and the factor of the
-    products with each row, f32 [rows]."""
+    """Converts Q, bfloat16 SMEM [rows, width], to float16 in `target`, which may be another view of q. Returns the
+    factor of each row's products, f32 [rows]."""
     parts = [pl.ds(start, COLUMNS) for start in range(0, q.shape[1], COLUMNS)]
 
     def load(columns: Any) -> jax.Array:

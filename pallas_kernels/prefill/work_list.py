@@ -1,6 +1,6 @@
-"""The query tokens of each item of the prefill kernel, and the order of the items.
+"""The work list of the prefill kernels: the query tokens of each item, and the order of the items.
 
-XLA makes the list on the device, from true lengths, before the kernel. It serves all layers of a step.
+XLA makes the list on the device from true lengths, before the kernel. All layers of a step share it.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from pallas_kernels.common.interface import Call
 from pallas_kernels.common.sizes import rem
 from pallas_kernels.prefill.config import Cut
 
-# Keys and values that stay in the L2 cache (H100: 50 MB). 8 x 1024 of 32/32 heads have 134 MB.
+# Keys and values that fit into the L2 cache (H100: 50 MB). 8 x 1024 tokens with 32/32 heads have 134 MB.
 L2_BYTES = 40e6
 FIELDS = ("seq", "q_row", "position", "num_tokens", "length")
 
@@ -20,9 +20,9 @@ FIELDS = ("seq", "q_row", "position", "num_tokens", "length")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WorkList:
-    """An entry is an item for each KV head, or for each part of the heads of a large group."""
+    """The work list. An entry is one item for each KV head, or for each part of a large group of heads."""
 
-    entries: jax.Array  # int32 [max_entries, fields]: the sequence, its first row in q, position, tokens, the length
+    entries: jax.Array  # int32 [max_entries, fields]: sequence, first row in q, position, tokens, sequence length
     num_entries: jax.Array  # int32 [1]
 
 
@@ -31,10 +31,11 @@ def max_entries(tokens: int, seqs: int, item_tokens: int) -> int:
 
 
 def make_work_list(call: Call, config: Cut) -> WorkList:
-    """Cuts each sequence's newest tokens, `query_starts[s] : query_starts[s + 1]` of q, into runs of
+    """Divides each sequence's newest tokens, `query_starts[s] : query_starts[s + 1]` of q, into runs of
     `config.item_tokens`.
 
-    The rows of q before and after them are padding, which sees nothing, and are cut in the same way.
+    The rows of q before the first and after the last sequence are padding, which sees no token. They are divided in the
+    same way.
     """
     assert call.query_starts is not None
     tokens, lengths = call.q.shape[0], call.lengths
@@ -64,8 +65,8 @@ def make_work_list(call: Call, config: Cut) -> WorkList:
 
 
 def _longest_first(num_tiles: jax.Array, owner: jax.Array, exists: jax.Array) -> jax.Array:
-    """The order in which the short ones fill the gaps at the end; of those that are about as long, the ones of a
-    sequence together."""
+    """The order with the longest entries first, so that short ones fill the gaps at the end. Entries of about the same
+    length are ordered by sequence."""
     about = (8 * jnp.log2(num_tiles.astype(jnp.float32))).astype(jnp.int32)
     keys = jnp.where(exists, -about * (owner.max() + 1) + owner, jnp.int32(2**31 - 1))
     return keys.shape[0] - 1 - jnp.argsort(keys[::-1], stable=True).astype(jnp.int32)
@@ -74,23 +75,23 @@ def _longest_first(num_tiles: jax.Array, owner: jax.Array, exists: jax.Array) ->
 def _by_sequence(
     lengths: jax.Array, order: jax.Array, owner: jax.Array, ends: jax.Array, exists: jax.Array
 ) -> jax.Array:
-    """The order in which what is read is read soon again: a sequence after the other, the longest first.
+    """The order that rereads keys and values soon: sequence by sequence, the longest sequence first.
 
-    One sequence's longest entries come first and the next one's last, so that programs get equal shares of both. The
-    entries of the last sequence come first: its short ones fill the gaps at the end.
+    Sequences alternate between longest entry first and longest entry last, so that programs get equal shares. The last
+    sequence starts with its longest, so that its short entries fill the gaps at the end.
     """
     counts = jnp.diff(ends, prepend=jnp.int32(0))
     ranked = jnp.argsort(-lengths, stable=True)
     rank = jnp.argsort(ranked, stable=True)
     starts = (jnp.cumsum(counts[ranked], dtype=jnp.int32) - counts[ranked])[rank]
     in_sequence = order - (ends - counts)[owner]
-    is_turned = (lengths.shape[0] - 1 - rank[owner]) % 2 == 0  # the padding is two sequences, without a token
+    is_turned = (lengths.shape[0] - 1 - rank[owner]) % 2 == 0  # padding counts as two sequences without tokens
     turned = jnp.where(is_turned, counts[owner] - 1 - in_sequence, in_sequence)
     target = jnp.where(exists, starts[owner] + turned, order)
     return jnp.zeros_like(order).at[target].set(order, unique_indices=True)
 
 
 def item_index(i: jax.Array, program: jax.Array, num_programs: int) -> jax.Array:
-    """Which item is a program's i-th: they are dealt out to and fro, so that long ones are shared out evenly."""
+    """The index of a program's i-th item. Items are dealt back and forth, so that each program gets some long ones."""
     to_and_fro = jnp.where(rem(i, 2) == 0, program, num_programs - 1 - program)
     return i * num_programs + to_and_fro

@@ -100,7 +100,7 @@ def test_numbers_are_checked_under_jit_too(options):
         ),
         (dict(num_partitions="even"), ValueError, r"num_partitions must be .*; got num_partitions='even'"),
         (dict(implementation="cuda"), ValueError, r'None, "mosaic_gpu" or "xla"; got implementation=\'cuda\''),
-        (dict(implementation="mosaic_gpu"), NotImplementedError, r"need an NVIDIA GPU|takes q in bfloat16"),
+        (dict(implementation="mosaic_gpu"), NotImplementedError, r"need an NVIDIA GPU|supports q in bfloat16"),
     ],
 )
 def test_choice_of_implementation(options, error, message):
@@ -176,7 +176,7 @@ def traced_attend():
 @pytest.mark.parametrize("how", ["called", "jitted", "through attend"])
 def test_a_fallback_warns_once(on_gpu, how):
     on_gpu(H100)
-    message = r"XLA computes this call: the decode kernel takes a cache in q's dtype.*got cache_dtype=float32"
+    message = r"XLA computes this call: the decode kernel supports a cache in q's dtype.*got cache_dtype=float32"
     with pytest.warns(UserWarning, match=message) as warned:
         traced_attend() if how == "through attend" else traced(*wide().arrays, jit=how == "jitted")
     assert [warning.filename for warning in warned] == [__file__]  # points at the user's line

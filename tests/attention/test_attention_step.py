@@ -321,7 +321,7 @@ def test_arrays_may_be_lists():
 
 def test_invalid_arguments_of_attend():
     step, q, k, v, cache = inputs(packed_step())
-    with pytest.raises(ValueError, match=r"takes the cache last, a KVCache or CacheLayer; got ArrayImpl"):
+    with pytest.raises(ValueError, match=r"needs the cache last, a KVCache or CacheLayer; got ArrayImpl"):
         step.attend(cache, q, k, v)
     with pytest.raises(ValueError, match=r"interleaved"):
         step.attend(q, k, v, cache, interleaved=True)

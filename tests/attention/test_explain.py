@@ -103,9 +103,9 @@ def test_kernels(gpu, shapes, options, kernel, num_partitions):
         (dict(head_dim=100), {}, "got head_dim=100"),
         (dict(head_dim=136, cache_dtype=jnp.int8), dict(k_scale=1.0, v_scale=1.0), "got head_dim=136"),
         (dict(block_size=24), {}, "got block_size=24"),
-        (dict(), dict(k_scale=1.0), "take k_scale and v_scale with 8-bit caches"),
+        (dict(), dict(k_scale=1.0), "support k_scale and v_scale with 8-bit caches"),
         (dict(heads=65, kv_heads=1), dict(num_partitions=2), "up to 64 rows .* got q_len=1, group=65"),
-        (dict(q_len=8), dict(tree_mask=shape(8, 8, 1, dtype=jnp.uint32), sliding_window=9), "without sliding_window"),
+        (dict(q_len=8), dict(tree_mask=shape(8, 8, 1, dtype=jnp.uint32), sliding_window=9), "with sliding_window"),
     ],
 )
 def test_why_not(shapes, options, reason):
@@ -164,7 +164,7 @@ def test_errors(changes, message):
 
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "reason"),
-    [(576, jnp.float32, "takes q in bfloat16 or float16"), (704, jnp.bfloat16, "up to 640")],
+    [(576, jnp.float32, "supports q in bfloat16 or float16"), (704, jnp.bfloat16, "up to 640")],
 )
 def test_a_latent_too_large_for_shared_memory_uses_xla(head_dim, dtype, reason):
     q, pool, _, *sizes = arrays(heads=16, kv_heads=1, head_dim=head_dim, cache_dtype=dtype)

@@ -126,7 +126,7 @@ def test_a_mask_from_parents():
     assert two[1, :, 0].tolist() == [2 ** (i + 1) - 1 for i in range(NODES)]
     with pytest.raises(ValueError, match=r"parents must be int32 \[\.\.\., n\]; got float32 \[2\]"):
         tree_mask(jnp.zeros(2))
-    with pytest.raises(ValueError, match=r"stands before its token; got parent 2 of token \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"must be before its token; got parent 2 of token \[1, 2\]"):
         tree_mask(jnp.asarray([[-1, 0, 1], [-1, 0, 2]]))
 
 
@@ -190,6 +190,6 @@ def test_trees_that_the_kernels_reject():
     case = make_case(lengths=LENGTHS, q_len=NODES, dtype=jnp.bfloat16)
     arrays, how = case.arrays[1:], dict(implementation="mosaic_gpu", gpu="H100")
     for options in (dict(sliding_window=9), dict(alibi_slopes=jnp.ones(6))):
-        with pytest.raises(NotImplementedError, match="a tree_mask without sliding_window and alibi_slopes"):
+        with pytest.raises(NotImplementedError, match="do not support a tree_mask with sliding_window or alibi_slopes"):
             explain(case.q, *arrays, tree_mask=MASK, **options, **how)
     assert explain(case.q, *arrays, tree_mask=MASK, sliding_window=9, gpu="H100").implementation == "xla"

@@ -173,6 +173,6 @@ def test_an_engine_without_any_size_serves_and_reports_its_choice():
     stats = engine.stats()
     assert (stats.max_num_seqs, stats.max_model_len, stats.chunk_tokens, stats.widths) == (8, 96, 56, ())
     assert stats.num_mixed_steps > 0
-    assert sum(stats.num_steps_by_kind.values()) == stats.num_steps
-    mixed = [count for name, count in stats.num_steps_by_kind.items() if name.startswith("mixed")]
+    assert sum(stats.steps_by_kind.values()) == stats.num_steps
+    mixed = [count for name, count in stats.steps_by_kind.items() if name.startswith("mixed")]
     assert sum(mixed) == stats.num_mixed_steps

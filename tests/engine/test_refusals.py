@@ -4,8 +4,10 @@ import collections
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from jaxpaged import SamplingParams, generate
 from tests import toy_model
@@ -60,7 +62,7 @@ def engine():
         return create_engine(vocab_size=VOCAB, num_adapters=3, max_logprobs=4, batch_invariant=True)
 
 
-ANY, TOO_LONG = SamplingParams(), "more than the engine's max_model_len=48"
+ANY, TOO_LONG = SamplingParams(), "exceed the engine's max_model_len=48"
 BEYOND = f"token ids must be below the engine's vocab_size={VOCAB}; got {VOCAB}"
 REQUESTS = (
     (r"a prompt must be a list of at least one token id; got \[\]", "generate", ([[]], ANY)),
@@ -70,7 +72,7 @@ REQUESTS = (
     (BEYOND, "generate", ([[1], [2, VOCAB]], ANY)),
     (BEYOND, "score", ([[1, VOCAB]], [[2]])),
     (BEYOND, "score", ([[1]], [[2, VOCAB]])),
-    (f"40 tokens and 9 new ones are {TOO_LONG}", "add_request", ([1] * 40, SamplingParams(max_tokens=9))),
+    (f"40 tokens and 9 new ones {TOO_LONG}", "add_request", ([1] * 40, SamplingParams(max_tokens=9))),
     (r"each prompt or for all; got len\(prompts\)=2, len\(each\)=3", "generate", ([[1], [2]], [ANY] * 3)),
     ("params must be SamplingParams; got None", "generate", ([[1]], None)),
     (r"params must be SamplingParams; got {'max_tokens': 3}", "add_request", ([1], dict(max_tokens=3))),
@@ -128,9 +130,9 @@ def deleted_weights():
 
 MODULE = {"layers": [random_weights(), abs], "scale": 0.5}
 WEIGHTS = {
-    r"like those before; .*\['head'\] was float32\[32, 48\] and is float32\[3\]": {"head": jnp.ones(3)},
-    "like those before; .*was float32.* and is bfloat16": {"head": jnp.ones((32, 48), jnp.bfloat16)},
-    r"like those before; .*\['bias'\] was not there and is float32\[3\]": {"bias": jnp.ones(3)},
+    r"dtypes of the old ones; .*\['head'\] was float32\[32, 48\] and is float32\[3\]": {"head": jnp.ones(3)},
+    "dtypes of the old ones; .*was float32.* and is bfloat16": {"head": jnp.ones((32, 48), jnp.bfloat16)},
+    r"dtypes of the old ones; .*\['bias'\] was not there and is float32\[3\]": {"bias": jnp.ones(3)},
 }
 
 
@@ -138,6 +140,20 @@ WEIGHTS = {
 def test_weights_of_another_structure_are_refused(engine, message):
     with pytest.raises(ValueError, match=message):
         engine.update_weights(random_weights() | WEIGHTS[message])
+
+
+def test_a_flax_module_in_place_of_its_state_is_refused_with_advice():
+    class Weights(nnx.Module):
+        def __init__(self):
+            for name, value in random_weights().items():
+                setattr(self, name, nnx.Param(value))
+
+    module = Weights()
+    with toy_model.not_compiled():
+        engine = create_engine(weights=nnx.state(module))
+    with pytest.raises(ValueError, match=r"it was a State and is a Weights: pass nnx\.state\(model\)"):
+        engine.update_weights(module)
+    engine.update_weights(nnx.state(module))
 
 
 def test_invalid_weights_are_refused(engine):
@@ -253,3 +269,24 @@ def test_models_that_misuse_their_caches_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             create_engine(model=model)
+
+
+def map_once(layer):
+    return lambda tokens: jax.lax.map(layer, tokens[None])[0]
+
+
+@pytest.mark.parametrize("transform", [jax.remat, jax.jit, map_once, nnx.remat])
+@pytest.mark.parametrize("name", ["caches.k", "hidden"])
+def test_values_that_leave_a_transformation_by_a_closure_are_refused(transform, name):
+    def model(weights, tokens, positions, cache, step):
+        kept = []
+
+        def layer(tokens):
+            kept.append(toy_model.apply(weights, tokens, positions, cache, step))
+            return kept[0][1]
+
+        hidden = transform(layer)(tokens)
+        return (kept[0][0], hidden) if name == "caches.k" else (cache, kept[0][1])
+
+    with pytest.raises(ValueError, match=f"apply returned {name} from inside a function that it gave to remat"):
+        create_engine(model=model)

@@ -1,6 +1,6 @@
-"""The limits of the portable prefill kernel, and how a call is cut up.
+"""The limits of the portable prefill kernel, and how a call is divided.
 
-Pure functions of ints: nothing here is traced, and all of it is tested on a CPU.
+All functions are pure functions of ints, are not traced, and are tested on a CPU.
 """
 
 import dataclasses
@@ -13,13 +13,13 @@ from pallas_kernels.common.interface import Call, Gpu, Hints, Kernel, Shapes, is
 from pallas_kernels.common.sizes import COLUMNS, LEAST_COMPUTE_CAPABILITY, round_up, smem_per_sm
 from pallas_kernels.prefill.config import Cut, heads_and_tokens, in_parts, limits_of_prompts
 
-OVERHEAD = 1024  # bytes of SMEM per program, which CUDA uses
+OVERHEAD = 1024  # bytes of SMEM that CUDA uses per program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Cut):
     rows: int  # rows of an item
-    num_stages: int  # tiles of K, and of V, in SMEM at a time
+    num_stages: int  # tiles of K, and of V, in SMEM
 
 
 def limits(call: Call, gpu: Gpu, hints: Hints) -> Iterator[str]:
@@ -51,7 +51,7 @@ def default_config(shapes: Shapes, *, compute_capability: float) -> Config:
         needed = smem_bytes(rows, tile_tokens, num_stages, width=width, itemsize=shapes.itemsize)
         return needed <= program_smem(compute_capability, resident)
 
-    # More rows would leave no registers for a wider O; fewer are slower, with wider tiles too.
+    # With more rows a wider O does not fit into registers. Fewer rows are slower, even with wider tiles.
     # [portable_tiles_h100 of benchmarks/results/decisions/]
     rows = 128 if width <= 128 else 64
     resident = 2 if fits(2, rows, 32) else 1
@@ -69,11 +69,11 @@ def default_config(shapes: Shapes, *, compute_capability: float) -> Config:
 
 
 def program_smem(compute_capability: float, resident: int) -> int:
-    """Bytes for the arrays of one of the `resident` programs that share a SM."""
+    """Bytes of SMEM for the arrays of a program, if `resident` programs share an SM."""
     return smem_per_sm(compute_capability) // resident - OVERHEAD
 
 
 def smem_bytes(rows: int, tile_tokens: int, num_stages: int, *, width: int, itemsize: int) -> int:
-    """Bytes of Q, K and V; for an 8-bit cache also of a widened tile and of the scales of tokens."""
+    """Bytes of Q, K and V, and for an 8-bit cache of a widened tile and the per-token scales."""
     size = (2 * rows + 2 * num_stages * tile_tokens * itemsize) * width
     return size + (2 * tile_tokens * width + 2 * num_stages * round_up(4 * tile_tokens, 1024) if itemsize == 1 else 0)

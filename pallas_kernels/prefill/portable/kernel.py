@@ -31,11 +31,11 @@ from pallas_kernels.prefill.work_list import max_entries
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Refs(Arrays):
-    wide_smem: Any = None  # 8-bit caches: float16 [tile, width], the keys or the values of a tile
+    wide_smem: Any = None  # 8-bit caches: float16 [tile, width], keys or values of a tile
 
 
 def scratch(config: Config, shapes: Shapes, scales: tuple[Any, Any]) -> dict[str, Any]:
-    """SMEM, by the names of `Refs`. `scales`: k_scale and v_scale."""
+    """SMEM, by the names of `Refs`. `scales` are k_scale and v_scale."""
     width, stages, tile = round_up(shapes.head_dim, COLUMNS), config.num_stages, config.tile_tokens
 
     def smem(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -53,18 +53,18 @@ def scratch(config: Config, shapes: Shapes, scales: tuple[Any, Any]) -> dict[str
 
 
 class State(NamedTuple):
-    """The carry from step to step."""
+    """The carry of the loop over tiles."""
 
     acc: jax.Array  # O, f32 [rows, width]
     m: jax.Array  # f32 [rows], close to the highest logit so far, in units of log2
-    l: jax.Array  # f32 [rows], the sum of the weights
-    values_ids: Ids  # the next tile whose values are asked for
-    keys_ids: Ids  # the next tile whose keys are
+    l: jax.Array  # f32 [rows], sum of the weights
+    values_ids: Ids  # blocks of the next tile whose values are copied
+    keys_ids: Ids  # blocks of the next tile whose keys are copied
 
 
 def _kernel(refs: Refs, *, config: Config) -> None:
     items = Items.of(refs, config)
-    # A program without an item is one that the work list has room for.
+    # The grid has a program for every entry of the work list, including unused ones.
     pl.when(items.count() > 0)(lambda: _attend(refs, items, config))
 
 
@@ -75,7 +75,7 @@ def _attend(refs: Refs, items: Items, config: Config) -> None:
     rows = RowsOfItem(config, first_row, num_rows, products.MATRIX, commit=barrier)
     tiles = Tiles(refs, item, config)
 
-    # 1. Q and the first tiles are on their way.
+    # 1. Start copying Q and the first tiles.
     rows.start_load(refs.q, item, q_smem)
     ids = [tiles.read_ids(item.begin + i) for i in range(stages + 1)]
     for i in range(stages):
@@ -83,7 +83,7 @@ def _attend(refs: Refs, items: Items, config: Config) -> None:
         if i < stages - 1:
             tiles.start_values(item.begin + i, ids[i])
 
-    # 2. Q is there, and what makes logits of products.
+    # 2. Wait for Q, and prepare the factors of the logits.
     k_scale, v_scale = (of_head(scale, item.kv_head) for scale in (options.k_scale, options.v_scale))
     scale = scaled(options.scale[0], k_scale)
     tiles.wait_query()
@@ -91,8 +91,8 @@ def _attend(refs: Refs, items: Items, config: Config) -> None:
     slopes = rows.load_vector(options.alibi_slopes, item)
     logits_of = Logits(item, config.item_tokens, first_row, scale, options.cap, slopes)
 
-    # 3. The tiles, one after the other. Those that need a mask are masked in loops of their own: a branch in one loop
-    # is slower. [portable_tiles_h100 of benchmarks/results/decisions/]
+    # 3. The loop over tiles. Tiles with a mask have loops of their own, because a branch inside one loop is slower.
+    # [portable_tiles_h100 of benchmarks/results/decisions/]
     def step(tile: jax.Array, state: State, *, masked: bool) -> State:
         acc, m, l, values_ids, keys_ids = state
 
@@ -125,15 +125,15 @@ def _attend(refs: Refs, items: Items, config: Config) -> None:
     state = lax.fori_loop(item.whole_begin, item.whole_end, functools.partial(step, masked=False), state)
     acc, m, l, *_ = lax.fori_loop(item.whole_end, item.end, masked, state)
 
-    # 4. The rows, by way of Q's SMEM.
+    # 4. Write the rows through Q's SMEM.
     sinks = rows.load_vector(options.sinks, item)
     rows.store_results(refs, item, acc, m, l, sinks, v_scale, q_smem)
 
 
 def launch(call: Call, config: Config) -> tuple[jax.Array, jax.Array]:
-    """For a packed call, see `launch_items`."""
+    """Launches a packed call, see `launch_items`."""
     tokens, heads, _ = call.q.shape
-    # A program an item: programs that stay are slower. [portable_prefill_h100 of benchmarks/results/decisions/]
+    # One program per item: persistent programs are slower. [portable_prefill_h100 of benchmarks/results/decisions/]
     num_entries = max_entries(tokens, call.lengths.shape[0], config.item_tokens)
     config = dataclasses.replace(config, num_programs=num_entries * (heads // config.heads) * config.num_parts)
     return launch_items(

@@ -1,10 +1,10 @@
-"""The products of a step, their operands read from SMEM 16 columns or tokens at a time (ldmatrix).
+"""The products of a step, with operands read from SMEM 16 columns or tokens at a time (ldmatrix).
 
     S [rows, tile]   = Q [rows, width]  K^T [width, tile]
     O [rows, width] += P [rows, tile]   V [tile, width]
 
-An operand is 16 numbers deep. Read so late, and so few at a time, Q, K and V need 24 registers of a thread; a whole
-tile of K would need 128. Everything here is traced inside the kernel.
+An operand is 16 numbers deep. Because operands are read just before use, Q, K and V need 24 registers of a thread; a
+whole tile of K would need 128. All functions are traced inside the kernel.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from pallas_kernels.common.mlir import (
 from pallas_kernels.common.rows import LEFT, RIGHT, ROWS, matrix
 from pallas_kernels.common.sizes import COLUMNS
 
-DEPTH = 16  # numbers of an operand
+DEPTH = 16  # depth (k) of an operand
 MATRIX = matrix(COLUMNS, 2)  # in SMEM
 
 
@@ -51,7 +51,7 @@ def _dot_add(acc: jax.Array, p: jax.Array, v: Any) -> jax.Array:
 
 @interpreted_by(_dot_scores)
 def scores(q: Any, k: Any) -> jax.Array:
-    """Q K^T, f32 [rows, tile], of SMEM [rows, width] and [tile, width]."""
+    """Q K^T, f32 [rows, tile], from SMEM [rows, width] and [tile, width]."""
     (rows, width), tile = q.shape, k.shape[0]
     ref, result = plgpu.RefType(MATRIX), plgpu.ShapeDtypeStruct((rows, tile), jnp.dtype(jnp.float32), ROWS)
 
@@ -71,7 +71,7 @@ def scores(q: Any, k: Any) -> jax.Array:
 
 @interpreted_by(_dot_add)
 def add(acc: jax.Array, p: jax.Array, v: Any) -> jax.Array:
-    """acc + P V, f32 [rows, width], of [rows, tile] and SMEM [tile, width]."""
+    """acc + P V, f32 [rows, width], from P [rows, tile] and SMEM [tile, width]."""
     result = plgpu.ShapeDtypeStruct(acc.shape, jnp.dtype(jnp.float32), ROWS)
 
     @plgpu.inline_mgpu(arg_types=(ROWS, ROWS, plgpu.RefType(MATRIX)), return_type=result)
@@ -79,7 +79,7 @@ def add(acc: jax.Array, p: jax.Array, v: Any) -> jax.Array:
         tile, width = p.shape[1], acc.shape[1]
         values = _Matrices.of(v, None, rows_first=True)
         for start in range(0, tile, DEPTH):
-            # Every thread has the numbers of its left operands already.
+            # P is already in the layout of left operands.
             left = p[:, start : start + DEPTH].registers.flat
             right = [x for column in range(0, width, 16) for x in values.load(start, column, transposed=True)]
             acc = _plus_product(acc, left, right)
@@ -96,12 +96,12 @@ def _plus_product(sums: fa.FragmentedArray, left: Iterable[Any], right: Iterable
 
 @dataclasses.dataclass(frozen=True)
 class _Matrices:
-    """16 x 16 numbers of a matrix in SMEM, as four registers of a thread: quarters of 8 x 8 numbers, in the order of
-    its rows or of its columns."""
+    """Loads 16 x 16 numbers of a matrix in SMEM into four registers of a thread: quarters of 8 x 8 numbers, in row or
+    column order."""
 
-    lane: Any  # i32, the address of the row that this thread reads, of the matrix's first 16 x 16 numbers
+    lane: Any  # i32, address of the row that this thread reads in the matrix's first 16 x 16 numbers
     row_bytes: int  # bytes of 8 rows
-    number: ir.Type  # the type in the matrix
+    number: ir.Type  # element type of the matrix
 
     @classmethod
     def of(cls, smem: Any, first_row: Any | None, *, rows_first: bool) -> "_Matrices":
@@ -114,15 +114,15 @@ class _Matrices:
         start = total(pointer(smem), product(lower, row_bytes), product(in_eight, 2 * COLUMNS))
         if first_row is not None:
             start = arith.addi(start, product(quotient(first_row, 8), row_bytes))
-        # The swizzle: 16 bytes are in the order of their number xor the row.
+        # The swizzle: a 16-byte chunk is at its index xor the row.
         return cls(arith.addi(start, product(arith.xori(right, in_eight), 16)), row_bytes, smem_type.element_type)
 
     def load(self, row: int, column: int, *, transposed: bool = False) -> list[Any]:
-        """From a multiple of 8 rows and of 16 columns on; `transposed`: each quarter."""
+        """Loads from `row`, a multiple of 8, and `column`, a multiple of 16. `transposed` transposes each quarter."""
         tile, in_tile = divmod(column, COLUMNS)
         address = arith.xori(self.lane, i32(2 * in_tile)) if in_tile else self.lane
         address = arith.addi(address, i32(row // 8 * self.row_bytes + tile * 8 * 2 * COLUMNS))
-        # After the wait before it: it has side effects.
+        # Declared to have side effects, so that it stays after the preceding wait.
         loaded = llvm.inline_asm(
             llvm.StructType.get_literal([integer()] * 4),
             [address],

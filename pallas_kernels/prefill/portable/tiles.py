@@ -1,10 +1,11 @@
-"""How K and V are fetched, tile by tile, and widened if they are of 8 bits.
+"""Copies of K and V, tile by tile, and the widening of 8-bit tiles.
 
-The i-th tile of an item is in stage i % stages of two rings. Its keys are asked for when those of tile i - stages
-have been used, its values half a step earlier than the keys that follow: Q K0 V0 K1 V1 ... are groups of copies, empty
-ones past the last tile, so that the same number of groups is on its way at each wait. Scales of tokens come with keys.
+The i-th tile of an item is in stage i % stages of two rings. The copy of its keys starts when the keys of tile
+i - stages have been used, and the copy of its values half a step before the next keys. Q K0 V0 K1 V1 ... are groups of
+copies. Past the last tile the groups are empty, so that each wait has the same number of groups in flight. Per-token
+scales are copied with the keys.
 
-Everything here is traced inside the kernel.
+All functions are traced inside the kernel.
 """
 
 import dataclasses
@@ -39,19 +40,19 @@ class Tiles:
     def start_values(self, tile: jax.Array, ids: Ids) -> None:
         self._start(self.refs.v_cache, self.refs.v_smem, tile, ids, [])
 
-    def wait_query(self) -> None:  # the first tiles are on their way, but for the last one's values
+    def wait_query(self) -> None:  # in flight: the first tiles, without the values of the last
         cp_async.wait(2 * self.config.num_stages - 1)
 
     def keys(self, tile: jax.Array) -> Any:
-        """K, SMEM [tile, width], once it is there. All warps are done with the values before."""
+        """Waits for K, SMEM [tile, width]. All warps have then finished with the previous values."""
         return self._arrived(self.refs.k_smem, tile)
 
     def values(self, tile: jax.Array) -> Any:
-        """V, SMEM [tile, width], once it is there. All warps are done with the keys before."""
+        """Waits for V, SMEM [tile, width]. All warps have then finished with the keys."""
         return self._arrived(self.refs.v_smem, tile)
 
     def scales(self, tile: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
-        """Scales of the tokens of K and of V, f32 [tile] or None."""
+        """The per-token scales of K and of V, f32 [tile] or None."""
         rings = self.refs.k_scales_smem, self.refs.v_scales_smem
         k, v = (scales.load_of_tile(ring, self._stage(tile), ROWS_FIRST) for ring in rings)
         return k, v
@@ -72,7 +73,7 @@ class Tiles:
         @pl.when(tile < self.item.end)
         def _copy() -> None:
             stage, first, kv_head = self._stage(tile), tile * self.config.tile_tokens, self.item.kv_head
-            slot = rem(first, source.shape[1])  # where the tile begins in its first block
+            slot = rem(first, source.shape[1])  # the tile's first slot in its first block
             seen = self.item.first_visible - first, self.item.length - first
             cp_async.copy_tile(source, ring.at[stage], matrix(COLUMNS, source.dtype.itemsize), ids, slot, kv_head, seen)
             for of_tokens, target in scale_rings:

@@ -1,4 +1,4 @@
-"""Measurements and long runs; README.md says which to run for which question."""
+"""Measurements and long runs. README.md lists the question that each one answers."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""What every benchmark's check goes through: a call whose memory holds no earlier answer, and the worst error of a row.
+"""Checks shared by all benchmarks: a call on poisoned memory, and the worst error of a row.
 
-A kernel that leaves a part of its output unwritten returns what the buffer held. That is often the right answer, of the
-way that was checked just before. `poisoned` fills the memory with NaN before it calls.
+A kernel that leaves part of its output unwritten returns the buffer's old contents. These are often the right answer,
+from the implementation that was checked just before. `poisoned` fills the memory with NaN before the call.
 """
 
 import functools
@@ -18,18 +18,18 @@ LARGEST, SMALLEST = 2**30, 256  # bytes of a buffer of poison; XLA's allocator d
 
 
 def poisoned(call: Callable[..., Any], *args: Any) -> Any:
-    """`call(*args)`, with poison in all memory that its outputs and temporaries can come to lie in."""
+    """`call(*args)`, with poison in all memory that its outputs and temporaries can be allocated in."""
     for device in jax.local_devices():
         poison_free_memory(device)
     return call(*args)
 
 
 def poison_free_memory(device: jax.Device) -> None:
-    """Fills what the device's allocator has free, down to its smallest pieces, and frees it again.
+    """Fills all free memory of the device's allocator, down to the smallest pieces, and frees it again.
 
-    On an H100 that takes 0.1 s for 64 GB. What the allocator takes from the GPU later holds no answer of this process.
-    A CPU's allocator does not say what it has free, and needs no poison: XLA's programs for CPUs write all that they
-    return.
+    This needs 0.1 s for 64 GB on an H100. Memory that the allocator gets from the GPU later holds no results of this
+    process. On a CPU nothing is poisoned: its allocator does not report free memory, and XLA's CPU programs write their
+    whole output.
     """
     if device.platform == "cpu":
         return
@@ -46,7 +46,7 @@ def poison_free_memory(device: jax.Device) -> None:
 
 
 def free_bytes(device: jax.Device) -> int:
-    """Of the largest piece that the device's allocator has free."""
+    """The size of the largest free piece of the device's allocator."""
     stats = device.memory_stats() or {}
     if "largest_free_block_bytes" not in stats:
         raise RuntimeError(
@@ -66,13 +66,13 @@ def worst_error(name: str, out: Any, expected: Any, *, most: float = MOST_ERROR)
     out, expected = (np.asarray(x, np.float32) for x in (out, expected))
     with np.errstate(invalid="ignore"):  # a row of zeros
         errors = np.abs(out - expected).max(axis=-1) / np.abs(expected).max(axis=-1)
-    worst = float(errors.max())  # NaN if one is
+    worst = float(errors.max())  # NaN if any error is
     if not worst < most:
         raise AssertionError(f"wrong result at {name}: {worst} of the largest number of a row, at most {most} is right")
     return worst
 
 
 def require(holds: Any, message: str) -> None:
-    """Raises `AssertionError` unless it holds, under `python -O` too."""
+    """Raises `AssertionError` unless `holds`, under `python -O` too."""
     if not holds:
         raise AssertionError(message)

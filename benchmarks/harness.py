@@ -1,4 +1,4 @@
-"""How the benchmarks time: device time of calls chained in one jit, kernel times, and their floor."""
+"""Timing for the benchmarks: device time of calls chained in one jit, kernel times, and the floor."""
 
 import argparse
 import contextlib
@@ -29,23 +29,23 @@ Event = tuple[float, float, str]  # on a GPU: begin and end in us, name
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-SAME_RUN = ("device", "driver", "jax", "commit", "settings")  # what points of one file have in common
-COLD_BYTES = 600_000_000  # what the rotated inputs take together: 12 times the L2 cache of an H100
+SAME_RUN = ("device", "driver", "jax", "commit", "settings")  # equal for all points of one file
+COLD_BYTES = 600_000_000  # total size of the rotated inputs: 12 times the L2 cache of an H100
 
 
 def compile_all(jobs: dict[Any, Callable[[], Any]]) -> dict[Any, Any]:
-    """Calls every job, each of which compiles something, in threads: XLA compiles outside of Python's lock."""
+    """Runs compile jobs in threads: XLA releases Python's lock while it compiles."""
     with ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as threads:
         futures = {key: threads.submit(job) for key, job in jobs.items()}
         return {key: future.result() for key, future in futures.items()}
 
 
 def slope_microseconds(dispatch: Callable[[int], Any], num_calls: int, seconds: float = 0.25) -> float:
-    """Device time of one of the `num_calls` calls of which `dispatch(i)` starts a chain, the i-th time.
+    """Device time of one call, where `dispatch(i)` starts the i-th chain of `num_calls` calls.
 
-    The slope between two numbers of dispatches, so that what is paid once (the start of the first, the final wait: 1.4
-    ms on a virtual machine) drops out; the median of five such slopes, which together take about `seconds`. Measured
-    again with more dispatches if it is not above zero.
+    Measures the slope between two numbers of dispatches, so that fixed costs drop out (the first start and the final
+    wait: 1.4 ms on a virtual machine). Returns the median of five slopes, which together last about `seconds`. Measures
+    again with more dispatches if the slope is not positive.
     """
 
     def run(repetitions: int) -> float:
@@ -59,14 +59,14 @@ def slope_microseconds(dispatch: Callable[[int], Any], num_calls: int, seconds: 
     once = max((run(5) - run(1)) / 4, 1e-6) if num_calls < 1000 else run(1)
     few = max(1, min(400, int(seconds / 25 / once)))
     while (slope := statistics.median((run(4 * few) - run(few)) / (3 * few) for _ in range(5))) <= 0:
-        few *= 2  # something else on the machine took longer than what is measured
+        few *= 2  # other work on the machine disturbed the measurement
     return slope / num_calls * 1e6
 
 
 def kernel_times(run: Callable[[], Any]) -> list[tuple[str, float]]:
     """(name, microseconds) of every kernel that runs because of `run`, in order, from CUPTI. GPU only.
 
-    Not through `profiler.measure`, which calls twice with the same arguments: a donated state cannot be given twice.
+    `profiler.measure` would call twice with the same arguments, which donated state does not allow.
     """
     from jax.experimental.mosaic.gpu import profiler
 
@@ -75,13 +75,13 @@ def kernel_times(run: Callable[[], Any]) -> list[tuple[str, float]]:
     try:
         jax.block_until_ready(run())
     finally:
-        times = cupti._cupti_get_timings(False)  # False: CUPTI stays, for the next time
+        times = cupti._cupti_get_timings(False)  # False: keep CUPTI loaded for the next call
     return [(name, milliseconds * 1e3) for name, milliseconds in times or ()]
 
 
 @contextlib.contextmanager
 def traced(events: list[Event]) -> Iterator[None]:
-    """Adds what the GPU did meanwhile, in order, by JAX's profiler."""
+    """Adds the GPU's events inside the context, in order, by JAX's profiler."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             yield
@@ -97,7 +97,7 @@ def traced(events: list[Event]) -> Iterator[None]:
 
 
 def by_kernel(times: list[tuple[str, float]], num_steps: int) -> dict[str, list[float]]:
-    """Microseconds and launches a step, by the names of the kernels without their numbers; the longest first."""
+    """Microseconds and launches per step, by kernel names without their numbers; the longest first."""
     total: dict[str, list[float]] = {}
     for name, microseconds in times:
         entry = total.setdefault(re.sub(r"[_.]?\d+$", "", name)[:60], [0.0, 0.0])
@@ -106,14 +106,14 @@ def by_kernel(times: list[tuple[str, float]], num_steps: int) -> dict[str, list[
     return dict(sorted(total.items(), key=lambda item: -item[1][0]))
 
 
-READ_STAGES, READ_BYTES = 6, 16384  # a ring of 6 x 16 KiB, that is 64 rows of a head of 128 numbers; two programs a SM
+READ_STAGES, READ_BYTES = 6, 16384  # ring of 6 x 16 KiB, a stage is 64 rows of 128 numbers; two programs per SM
 
 
 @functools.partial(jax.jit, static_argnames="slots")
 def read_only(k_cache: jax.Array, v_cache: jax.Array, token: jax.Array, *, slots: int) -> jax.Array:
-    """Reads the first `slots` slots of both caches into shared memory and does nothing with them: the floor.
+    """Reads the first `slots` slots of both caches into shared memory and does nothing else: the floor.
 
-    `token` f32 [128] is handed through, so that calls can be chained. On a CPU, for trying the scripts out, a sum.
+    `token` f32 [128] is passed through, so that calls can be chained. On a CPU, a sum replaces the kernel.
     """
     if jax.default_backend() != "gpu":
         return token + k_cache.sum(dtype=jnp.float32) + v_cache.sum(dtype=jnp.float32)
@@ -181,7 +181,7 @@ def read_chain(token: jax.Array, caches: tuple, *, slots: int, num_calls: int) -
 
 @functools.cache
 def read_bandwidth(seconds: float = 0.3) -> float:
-    """Bytes a second that a kernel that only reads gets from 4 GiB: the read ceiling of the card."""
+    """Bytes per second of a kernel that only reads 4 GiB: the read ceiling of the card."""
     slots = 2**20 if jax.default_backend() == "gpu" else 2**10
     cache = random(0, shape=(slots // 16, 16, 8, 128), dtype="bfloat16")
     caches = ((cache, random(1, shape=cache.shape, dtype="bfloat16")),)
@@ -199,9 +199,9 @@ def random(seed: Any, *, shape: tuple[int, ...], dtype: str) -> jax.Array:
 class Store:
     """The points of a benchmark by name, in a JSON file whose form `benchmarks/results/README.md` describes.
 
-    The file is written whenever a point is added: a run that is cut off loses nothing, and the next one goes on where
-    it stopped. `path` None: points are kept in memory only. `device`: a GPU's name, if JAX is not what uses it.
-    `settings`: what holds for all points.
+    The file is written whenever a point is added, so an interrupted run loses nothing and the next run continues it.
+    With `path=None` points are kept in memory only. `device` names the GPU if JAX does not use it. `settings` apply to
+    all points.
     """
 
     def __init__(self, path: Path | None, *, device: str | None = None, **settings: Any):
@@ -213,7 +213,7 @@ class Store:
             if any(kept.get(key) != self.header.get(key) for key in SAME_RUN):
                 raise SystemExit(
                     f"{path} was measured on another machine, version or commit, or with other settings; "
-                    "remove it to measure anew, or name another file with --output."
+                    "remove it to start over, or name another file with --output."
                 )
             self.points = kept.pop("points")
             self.header = kept
@@ -255,7 +255,7 @@ def open_store(benchmark: str, options: argparse.Namespace, *, device: str | Non
 
 
 def header(device: str | None = None) -> dict[str, Any]:
-    """What is measured, on what, when: all of a results file but its points. None: unknown, or there is none."""
+    """All fields of a result file except its points: machine, versions, commit, date. None if unknown or missing."""
     if device is None and jax.default_backend() == "gpu":
         device = jax.devices()[0].device_kind
     changed = _read_output("git", "status", "--porcelain", "--untracked-files=no", ":/", ":!/benchmarks/results")

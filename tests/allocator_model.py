@@ -1,4 +1,4 @@
-"""A model of the allocator and its prefix cache in dicts and lists, one sequence after the other."""
+"""A model of the allocator and its prefix cache in dicts and lists, one sequence at a time."""
 
 import copy
 from collections import Counter
@@ -12,7 +12,7 @@ class Model:
     def __init__(self, num_blocks: int, block_size: int, num_seqs: int, max_blocks: int, windows: tuple = (None,)):
         self.windows, self.num_seqs = windows, num_seqs
         self.num_blocks, self.block_size, self.max_blocks = num_blocks, block_size, max_blocks
-        self.free = list(range(num_blocks - 1, 0, -1))  # the next one last
+        self.free = list(range(num_blocks - 1, 0, -1))  # the next block is last
         self.num_waiting = 0  # free blocks, from the start, that may be cached
         self.holders: Counter[int] = Counter()
         self.num_drops: Counter[int] = Counter()  # how often a block's tokens were dropped
@@ -22,7 +22,7 @@ class Model:
         # A row for each group and sequence, one group after the other; the first `passed` of its blocks are 0.
         self.blocks: list[list[int]] = [[] for _ in range(len(windows) * num_seqs)]
         self.passed = [0] * len(self.blocks)
-        self.tokens: list[list[int]] = [[] for _ in range(num_seqs)]  # what was written, for the prefix cache
+        self.tokens: list[list[int]] = [[] for _ in range(num_seqs)]  # written tokens, for the prefix cache
         self.salts = [0] * num_seqs
 
     @property
@@ -38,21 +38,23 @@ class Model:
     def held(self, row: int) -> list[int]:
         return self.blocks[row][self.passed[row] :]
 
-    def seen_from(self, row: int, length: int) -> int:
-        """The first block of the row that a query at position `length` sees."""
+    def first_visible(self, row: int, length: int) -> int:
+        """The first block that a query at position `length` sees."""
         window = self.windows[row // self.num_seqs]
         return 0 if window is None else max(length - window + 1, 0) // self.block_size
 
-    def let_go_passed(self, seqs: list[int], most: int) -> None:
+    def release_passed(self, seqs: list[int], most: int) -> None:
         gone: list[list[int]] = [[] for _ in self.blocks]
         for row in (row for seq in seqs for row in self.rows_of(seq)):
             before = self.passed[row]
-            self.passed[row] = max(before, min(self.seen_from(row, self.lengths[row % self.num_seqs]), before + most))
+            self.passed[row] = max(
+                before, min(self.first_visible(row, self.lengths[row % self.num_seqs]), before + most)
+            )
             gone[row] = self.blocks[row][before : self.passed[row]]
             self.blocks[row] = [0] * self.passed[row] + self.held(row)
-        self.let_go(gone)
+        self.release(gone)
 
-    # The pool.
+    # The pool
 
     def take(self) -> int:
         block = self.free.pop()
@@ -68,7 +70,7 @@ class Model:
         for pair in gone:
             del self.companions[pair]
 
-    def let_go(self, rows: list[list[int]]) -> None:
+    def release(self, rows: list[list[int]]) -> None:
         for blocks in reversed(rows):
             for block in reversed(blocks):
                 self.holders[block] -= 1
@@ -87,24 +89,24 @@ class Model:
         self.holders[block] += 1
 
     def grant(self, needs: list[int | None]) -> list[bool]:
-        """Which rows get the blocks that they need, in order; None: not legal. No row that needs some overtakes."""
+        """Whether each row gets its blocks, in order; None: illegal. A row that needs blocks cannot overtake."""
         left, oks = len(self.free), []
         for need in needs:
             left -= need or 0
             oks.append(need is not None and (need == 0 or left >= 0))
         return oks
 
-    # The operations.
+    # The operations
 
     def append(self, new: list[list[int]], counts: list[int], q_len: int) -> tuple[list[list[int]], list[bool]]:
-        """`new`: the tokens of each sequence, `count` of them if that is legal. Slots of each row."""
+        """Appends `counts[i]` of the tokens `new[i]` to sequence i if that is legal. Returns the slots of each row."""
         needs: list[int | None] = []
         for i, count in enumerate(counts):
             length = self.lengths[i] + count
             legal = 0 <= count <= q_len and length <= self.max_blocks * self.block_size
             needs.append(self.num_blocks_for(length) - self.num_blocks_for(self.lengths[i]) if legal else None)
         most = -(-q_len // self.block_size) + MORE_PASSED
-        self.let_go_passed([i for i, need in enumerate(needs) if need is not None and counts[i]], most)
+        self.release_passed([i for i, need in enumerate(needs) if need is not None and counts[i]], most)
         oks = self.grant([None if need is None else need * len(self.windows) for need in needs])
         slots: list[list[int]] = [[] for _ in self.blocks]
         for i, ok in enumerate(oks):
@@ -121,7 +123,7 @@ class Model:
 
     def free_rows(self, marked: list[bool]) -> None:
         rows = range(len(self.blocks))
-        self.let_go([self.held(row) if marked[row % self.num_seqs] else [] for row in rows])
+        self.release([self.held(row) if marked[row % self.num_seqs] else [] for row in rows])
         for i, mark in enumerate(marked):
             if mark:
                 self.tokens[i] = []
@@ -155,7 +157,7 @@ class Model:
                     blocks[row][-1] = self.take()
                     pairs[row] = (shared.pop(), blocks[row][-1])
                 self.holders.update(shared)
-        self.let_go([blocks if oks[row % self.num_seqs] else [] for row, blocks in enumerate(old)])
+        self.release([blocks if oks[row % self.num_seqs] else [] for row, blocks in enumerate(old)])
         self.blocks, self.passed, self.tokens, self.salts = blocks, passed, tokens, salts
         oks = [ok or parent in (-1, i) for i, (ok, parent) in enumerate(zip(oks, parents, strict=True))]
         return [pairs[row] for row in sorted(pairs)], oks
@@ -165,12 +167,12 @@ class Model:
             return lengths[i] < self.lengths[i] and lengths[i] % self.block_size > 0
 
         def is_copied(row: int) -> bool:
-            """Whether the row ends in a block that others have too."""
+            """Whether the row ends in a block that other rows share."""
             block = self.blocks[row][lengths[row % self.num_seqs] // self.block_size]
             return self.holders[block] > 1 or block in self.cached
 
         def is_legal(i: int) -> bool:
-            in_view = all(self.passed[row] <= self.seen_from(row, lengths[i]) for row in self.rows_of(i))
+            in_view = all(self.passed[row] <= self.first_visible(row, lengths[i]) for row in self.rows_of(i))
             return 0 <= lengths[i] <= self.lengths[i] and (lengths[i] == 0 or in_view)
 
         legal = [is_legal(i) for i in range(len(lengths))]
@@ -194,12 +196,12 @@ class Model:
                     pairs[row] = (source, self.blocks[row][-1])
                 elif is_cut(i):
                     shortened.append(self.blocks[row][-1])
-        self.let_go(gone)
+        self.release(gone)
         self.num_drops.update(shortened)
         self.tokens = [tokens[: lengths[i]] if oks[i] else tokens for i, tokens in enumerate(self.tokens)]
         return [pairs[row] for row in sorted(pairs)], oks
 
-    # The prefix cache.
+    # The prefix cache
 
     def key(self, salt: int, tokens: list[int], column: int) -> tuple:
         return salt, *tokens[: (column + 1) * self.block_size]
@@ -214,23 +216,23 @@ class Model:
                     if key not in found:
                         break
                     hits.append(found[key])
-            while any(None in blocks for blocks in self.beginnings(i, hits)):
+            while any(None in blocks for blocks in self.prefix_blocks(i, hits)):
                 hits.pop()
             num_cached.append(len(hits) * self.block_size)
             if hits:
                 self.tokens[i], self.salts[i] = prompt[: num_cached[i]], salts[i]
-                for row, blocks in zip(self.rows_of(i), self.beginnings(i, hits), strict=True):
-                    self.passed[row] = self.seen_from(row, num_cached[i])
+                for row, blocks in zip(self.rows_of(i), self.prefix_blocks(i, hits), strict=True):
+                    self.passed[row] = self.first_visible(row, num_cached[i])
                     self.blocks[row] = [0] * self.passed[row] + blocks
                     for block in blocks:
                         self.acquire(block)
         return num_cached
 
-    def beginnings(self, seq: int, hits: list[int]) -> list[list]:
+    def prefix_blocks(self, seq: int, hits: list[int]) -> list[list]:
         """The blocks of each row that begins with these of the first group; None: not cached."""
         found = []
         for group, row in enumerate(self.rows_of(seq)):
-            columns = range(self.seen_from(row, len(hits) * self.block_size), len(hits))
+            columns = range(self.first_visible(row, len(hits) * self.block_size), len(hits))
             found.append([hits[c] if group == 0 else self.companions.get((group, hits[c])) for c in columns])
         return found
 
@@ -259,26 +261,26 @@ class Model:
         self.swap(swaps)
 
     def swap(self, swaps: list[tuple[int, int, int]]) -> None:
-        """Rows hold cached blocks in place of their own: (row, column, cached block)."""
+        """Replaces blocks of rows by cached ones: (row, column, cached block)."""
         gone: list[list[int]] = [[] for _ in self.blocks]
         for row, column, cached in swaps:
             gone[row].append(self.blocks[row][column])
             self.blocks[row][column] = cached
             self.acquire(cached)
-        self.let_go(gone)
+        self.release(gone)
 
     def clear(self) -> None:
         self.cached, self.companions, self.num_waiting = {}, {}, 0
 
-    # Going back to a copy of an earlier model.
+    # Restoring an earlier copy
 
-    def has_freed_nothing_of(self, old: "Model") -> bool:
-        """Whether nothing that the old one's sequences hold was dropped since."""
+    def has_kept_blocks_of(self, old: "Model") -> bool:
+        """Whether no block that the old model's sequences hold has been dropped since."""
         rows = range(len(old.blocks))
         return all(self.num_drops[block] == old.num_drops[block] for row in rows for block in old.held(row))
 
-    def gone_back(self, old: "Model") -> "Model":
-        """The old one, its prefix cache cleared. All tokens outside its full blocks count as dropped."""
+    def rolled_back_to(self, old: "Model") -> "Model":
+        """The old model with an empty prefix cache. Tokens outside its full blocks count as dropped."""
         new = copy.deepcopy(old)
         new.clear()
         num_full = [length // self.block_size for length in old.lengths] * len(old.windows)

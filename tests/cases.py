@@ -1,4 +1,4 @@
-"""The one builder of attention inputs, the one table of options, and the error budget that all oracle tests share."""
+"""The builder of attention inputs, the table of options, and the error budget of all oracle tests."""
 
 import dataclasses
 import functools
@@ -12,13 +12,13 @@ from jaxpaged import BlockAllocator, paged_attention, paged_attention_reference
 
 
 def paired(values, *others):
-    """Each of `values` with one of each of the others, in turn: sweeps whose product would compile too many kernels."""
+    """Combines the values in turn, so that each occurs: for sweeps whose product would compile too many kernels."""
     return [(value, *(other[i % len(other)] for other in others)) for i, value in enumerate(values)]
 
 
 GARBAGE_IDS = (-7, -1, 2**31 - 1, 10**6)  # entries of a table after a sequence's blocks
 
-# Every option of paged_attention, by the name that a test reports. `heads` is 6 in all cases.
+# Every option of paged_attention, by its name in test ids. `heads` is 6 in all cases.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "scale": {"scale": 0.3},
@@ -40,7 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Inputs of paged_attention, and the same numbers as plain contiguous arrays."""
+    """Inputs of paged_attention, and the same numbers as contiguous arrays."""
 
     q: jax.Array
     k_cache: jax.Array
@@ -67,7 +67,7 @@ def make_case(
     kv_heads: int = 2,
     head_dim: int = 64,
     value_dim: int | None = None,
-    is_latent: bool = False,  # v_cache is a part of k_cache
+    is_latent: bool = False,  # v_cache is part of k_cache
     block_size: int = 16,
     q_len: int | None = None,
     dtype: Any = jnp.float32,
@@ -97,7 +97,7 @@ def make_case(
             legal[row[j], : min(block_size, length - j * block_size)] = True
 
     if cache_dtype == jnp.int8 and scale_shape is None:
-        scale_shape = "tensor"  # int8 has no meaning without
+        scale_shape = "tensor"  # int8 needs scales
     chosen: dict[str, Any] = dict(options or {})
 
     def cache(name: str, head_dim: int) -> jax.Array:
@@ -113,7 +113,7 @@ def make_case(
             if scale_shape == "token_head":
                 scales[~legal] = np.nan
             chosen[name] = jax.device_put(scales)
-        return jax.device_put(values.astype(cache_dtype or dtype))  # `jnp.asarray` would compile a program a shape
+        return jax.device_put(values.astype(cache_dtype or dtype))  # `jnp.asarray` would compile a program per shape
 
     k_cache = cache("k_scale", head_dim)
     if not is_latent:
@@ -132,7 +132,7 @@ def make_case(
     )
 
 
-# One for all modules: equal shapes are compiled once.
+# Shared by all modules, so that equal shapes are compiled once.
 jitted_attention = jax.jit(
     paged_attention, static_argnames=("num_partitions", "implementation", "return_lse", "value_dim")
 )
@@ -157,7 +157,7 @@ def plain(case: Case) -> np.ndarray:
 
 
 def _by_numpy(case: Case, wide: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """In numbers of the dtype `wide`, output in `dtype`. Nothing to compile."""
+    """Computes in the dtype `wide`, with output in `dtype`. Needs no compilation."""
     options: dict[str, Any] = {
         name: value if isinstance(value, int | float) else np.asarray(value) for name, value in case.options.items()
     }
@@ -234,9 +234,8 @@ def find_groups(case: Case, **which: Any) -> Any:
 
 
 def within_budget(case: Case, out: Any) -> np.ndarray:
-    """bool, one a row [seqs, (q_len,) heads]: whether a row's worst error is at most twice that of `plain`, plus half
-    a unit in the last place of its largest number and 3e-6. Never a norm over many rows:
-    that hides wrong ones."""
+    """bool per row [seqs, (q_len,) heads]: whether a row's worst error is at most twice the error of `plain`, plus half
+    a unit in the last place of its largest number and 3e-6. A norm over many rows would hide wrong ones."""
     expected, _ = oracle(case)
     out = np.asarray(out, np.float32)
     assert out.shape == expected.shape

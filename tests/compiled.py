@@ -1,4 +1,4 @@
-"""Reads compiled modules, and the decode step that several tests compile."""
+"""Readers of compiled modules, and the decode step that several tests compile."""
 
 import math
 import re
@@ -47,7 +47,7 @@ def decode_step(cache, allocator, q, k, v):
 
 
 def inputs(num_blocks=NUM_BLOCKS, **kind):
-    """The arguments of `decode_step`. `kind`: of the cache, by default one of float32."""
+    """The arguments of `decode_step`. `kind` names the cache, by default a float32 one."""
     sizes = dict(num_blocks=num_blocks, block_size=BLOCK_SIZE)
     cache = KVCache.create(**sizes, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, **dict(dtype="float32") | kind)
     allocator = BlockAllocator.create(**sizes, num_seqs=SEQS, max_blocks_per_seq=MAX_BLOCKS)

@@ -3,7 +3,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# Before NumPy starts: its threads spin while they wait. 14 workers on 16 cores take a quarter of the time without them.
+# Set before NumPy starts, whose threads spin while they wait. Without them 14 workers on 16 cores need a quarter of
+# the time.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
@@ -12,23 +13,23 @@ from hypothesis import HealthCheck, settings
 
 from tests.memory_maps import MemoryMaps
 
-# A dtype or a rank that changes by itself is a defect here; so is a leaked tracer.
+# Implicit changes of dtype or rank are errors in tests, and so are leaked tracers.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_num_cpu_devices", 4)  # for tests/test_several_devices.py; the others use the first
+jax.config.update("jax_num_cpu_devices", 4)  # for tests/test_several_devices.py; other tests use the first
 
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("long", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
-if jax.default_backend() == "gpu":  # float32 is float32 in the models that tests compare, not TF32
+if jax.default_backend() == "gpu":  # no TF32 in the float32 models that tests compare
     jax.config.update("jax_default_matmul_precision", "highest")
-else:  # most programs run once or twice; without LLVM's passes, a third less time. XLA's own are the same
+else:  # most programs run once or twice: skipping LLVM's passes saves a third. XLA's passes do not change
     jax.config.update("jax_disable_most_optimizations", True)
-    # A program is compiled once, whichever worker, module or run needs it. `make clean` forgets.
-    if not jax.config.jax_compilation_cache_dir:  # JAX_COMPILATION_CACHE_DIR: one for several checkouts
+    # A program is compiled once for all workers, modules and runs. `make clean` deletes the cache.
+    if not jax.config.jax_compilation_cache_dir:  # JAX_COMPILATION_CACHE_DIR: shared by several checkouts
         jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / "build" / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    for name in (  # of the programs that tests start
+    for name in (  # for the programs that tests start
         "jax_compilation_cache_dir",
         "jax_disable_most_optimizations",
         "jax_persistent_cache_min_compile_time_secs",
@@ -37,14 +38,14 @@ else:  # most programs run once or twice; without LLVM's passes, a third less ti
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(MemoryMaps(limit=40_000))  # of the 65,530 that Linux allows
-    if jax.default_backend() == "gpu":  # many models here are float32, which no kernel takes
+    config.pluginmanager.register(MemoryMaps(limit=40_000))  # Linux allows 65,530
+    if jax.default_backend() == "gpu":  # many models in tests are float32, which no kernel supports
         config.addinivalue_line("filterwarnings", "ignore:XLA computes this call")
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what is imported stays: nothing to be looked at each time
-    gc.set_threshold(50_000)  # tracing makes many tuples, and few cycles: 4 to 9% of a test's time went here
+    gc.freeze()  # imported objects stay alive: exclude them from each collection
+    gc.set_threshold(50_000)  # tracing makes many tuples and few cycles: collecting cost 4 to 9% of a test's time
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -64,7 +65,7 @@ def one_kind() -> Iterator[None]:
 
 @pytest.fixture
 def optimised() -> Iterator[None]:
-    """The work of a real model outweighs its compilation, unlike that of the other tests."""
+    """Compiles with optimisation: a real model runs longer than it compiles, unlike other tests."""
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", False)
     yield

@@ -1,7 +1,7 @@
-"""Keeps the processes of a test run below the number of memory maps that Linux allows, and says how many they had.
+"""Keeps the processes of a test run below Linux's limit of memory maps, and reports their number.
 
-Each program that XLA compiles for a CPU leaves memory maps behind. A process may have vm.max_map_count of them, 65,530
-by default; beyond, a compilation dies of a segmentation fault.
+Each program that XLA compiles for a CPU keeps memory maps. A process may have vm.max_map_count of them, by default
+65,530. Above that a compilation fails with a segmentation fault.
 """
 
 from pathlib import Path
@@ -19,12 +19,12 @@ def count() -> int:
 
 class MemoryMaps:
     """A pytest plugin: after a module's last test, drops the compiled programs of a process with more than a quarter of
-    `limit` maps, and fails a run in which a process had more than `limit` at that point. With fewer, the next
-    module finds again the small programs that both use. (The largest module leaves 24,000.)"""
+    `limit` maps, and fails a run in which a process had more than `limit` at that point. Below a quarter,
+    the next module reuses small programs. (The largest module leaves 24,000 maps.)"""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.most: dict[str, int] = {}  # by process: a worker of pytest-xdist, or "main"
+        self.most: dict[str, int] = {}  # per process: a worker of pytest-xdist, or "main"
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> Any:
@@ -38,8 +38,8 @@ class MemoryMaps:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        """In the process that gathers what the workers of pytest-xdist found."""
-        if "memory_maps" in getattr(node, "workeroutput", {}):  # a worker that crashed has none
+        """Runs in the main process, which collects the numbers of pytest-xdist's workers."""
+        if "memory_maps" in getattr(node, "workeroutput", {}):  # missing if the worker crashed
             self.most[node.gateway.id] = node.workeroutput["memory_maps"]
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

@@ -1,10 +1,10 @@
-"""Mistakes that the tests must find: each is made in a copy of the tree, and the tests named for it must fail there.
+"""Mistakes that the tests must find: each is made in a copy of the tree, where its tests must fail.
 
     python -m tests.mutants            all of them
-    python -m tests.mutants rollback   those with the word in their name, or that guard this property
+    python -m tests.mutants rollback   mutants with this word in their name or property
 
-Run it after a change to the code or the tests of a file named here. It prints a line for each and exits with 1 where a
-mutant survives, where its text is not found exactly once, or where the tests fail without it.
+Run it after a change to the code or the tests of a file named here. It prints a line for each mutant. It exits with 1
+if a mutant survives, if its text does not occur exactly once, or if its tests fail without it.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class Mutant:
     file: str
     old: str
     new: str
-    tests: str  # a file, and words for pytest -k behind "::"
+    tests: str  # a file, "::", and an expression for pytest -k
     guards: str  # the safety property: ids, salts, masks, counts, endings or copies
 
 
@@ -37,7 +37,7 @@ WINDOWS = "tests/allocator/test_windows.py::window"
 LOADS = "tests/engine/test_engine.py::depend_on_the_load"
 GROUPS, FOUND = (
     "jaxpaged/_slice/prefix_groups.py",
-    "tests/engine/test_prefix_groups.py::seats_form or what_is or not_full",
+    "tests/engine/test_prefix_groups.py::seats_form or common_prefixes or partly_filled",
 )
 SORTED = "tests/engine/test_prefix_groups.py::sorted or stay_together or all_seats"
 OF_ENGINE = "tests/attention/test_attention_prefix.py::of_an_engine"
@@ -368,7 +368,7 @@ MUTANTS = (
         HOST_TIER,
         "(self._coming, self._arrived)",
         "(self._coming, set[int]())",
-        "tests/engine/test_host_tier.py::arrived_is_forgotten",
+        "tests/engine/test_host_tier.py::arrived_blocks_are_forgotten",
         "salts",
     ),
     Mutant(
@@ -376,7 +376,7 @@ MUTANTS = (
         "jaxpaged/_slice/host_pages.py",
         "jnp.where(num_found >= begins, ends - num_found, 0)",
         "ends - num_found",
-        "tests/engine/test_host_tier.py::behind_a_gap",
+        "tests/engine/test_host_tier.py::after_a_gap",
         "ids",
     ),
     Mutant(
@@ -392,7 +392,7 @@ MUTANTS = (
         SAMPLING,
         "axis=-1) >= enough[:, None]",
         "axis=-1) > jnp.inf",
-        "tests/engine/test_sampling.py::tokens_come",
+        "tests/engine/test_sampling.py::token_frequencies",
         "masks",
     ),
     Mutant(
@@ -400,7 +400,7 @@ MUTANTS = (
         SAMPLING,
         "constant_values=-jnp.inf",
         "constant_values=0",
-        "tests/engine/test_sampling.py::tokens_come",
+        "tests/engine/test_sampling.py::token_frequencies",
         "masks",
     ),
     Mutant(
@@ -424,7 +424,7 @@ MUTANTS = (
         "jaxpaged/_engine/books.py",
         "self._aborts = [place for place in self._aborts if place in self.on_device]",
         "pass",
-        "tests/engine/test_engine_trouble.py::spares_who",
+        "tests/engine/test_engine_trouble.py::spares_the_next_request",
         "ids",
     ),
     Mutant(
@@ -432,7 +432,7 @@ MUTANTS = (
         "jaxpaged/_engine/runner.py",
         "raise StateLostError from sent.failure or failure",
         "pass",
-        "tests/engine/test_engine_trouble.py::says_so",
+        "tests/engine/test_engine_trouble.py::has_ended_raises or model_fails_raises or fork_raises",
         "endings",
     ),
     Mutant(
@@ -440,7 +440,7 @@ MUTANTS = (
         "jaxpaged/_engine/runner.py",
         "raise self._unread_failure\n        try:",
         "pass\n        try:",
-        "tests/engine/test_engine_trouble.py::behind_a_failed",
+        "tests/engine/test_engine_trouble.py::after_a_failed",
         "endings",
     ),
     Mutant(
@@ -448,7 +448,7 @@ MUTANTS = (
         "jaxpaged/_engine/books.py",
         "self._aborts = failed.aborts + self._aborts",
         "pass",
-        "tests/engine/test_books.py::taken_back",
+        "tests/engine/test_books.py::restored",
         "endings",
     ),
     Mutant(
@@ -480,7 +480,7 @@ MUTANTS = (
         "jaxpaged/_engine/engine.py",
         "            self._books.drop(request_ids)\n",
         "            pass\n",
-        "tests/engine/test_engine_trouble.py::is_left",
+        "tests/engine/test_engine_trouble.py::abandoned_stream_leaves",
         "endings",
     ),
     Mutant(
@@ -488,7 +488,7 @@ MUTANTS = (
         "examples/lib/http_server.py",
         "self.loop.call_later(PROBE_SECONDS, self._probe)",
         "pass",
-        "tests/examples/test_serve_connections.py::gives_its_blocks_back",
+        "tests/examples/test_serve_connections.py::of_a_disconnected_client",
         "endings",
     ),
     Mutant(
@@ -568,7 +568,7 @@ MUTANTS = (
         "jaxpaged/_flax/latent_attention.py",
         "history = allocator.lengths - counts",
         "history = allocator.lengths",
-        "tests/test_latent_modules.py::by_keys_of_each_head",
+        "tests/test_latent_modules.py::with_expanded_heads",
         "counts",
     ),
     Mutant(
@@ -667,7 +667,7 @@ def passes(tree: Path, tests: str) -> bool:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", file, "-k", words]
     environment = os.environ | {"PYTHONPATH": f"{tree}{os.pathsep}{tree / 'examples'}"}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode not in (0, 1):  # 2 to 5: it could not run, or there are no such tests
+    if done.returncode not in (0, 1):  # 2 to 5: pytest could not run, or no test was selected
         raise RuntimeError(f"{' '.join(command)} exited with {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.returncode == 0
 
@@ -676,7 +676,7 @@ def verdict(tree: Path, mutant: Mutant) -> str:
     path = tree / mutant.file
     text = path.read_text()
     if text.count(mutant.old) != 1:
-        return f"its text stands {text.count(mutant.old)} times in {mutant.file}"
+        return f"its text occurs {text.count(mutant.old)} times in {mutant.file}"
     path.write_text(text.replace(mutant.old, mutant.new))
     try:
         return "SURVIVES" if passes(tree, mutant.tests) else "killed"

@@ -1,4 +1,4 @@
-"""`debug_checks`: each mistake that it names is reported, inside every transformation, and right calls are not."""
+"""`debug_checks` reports each mistake, inside every transformation, and does not report right calls."""
 
 import functools
 
@@ -119,7 +119,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_found(name):
+def test_mistakes_are_reported(name):
     make, message = MISTAKES[name]
     with pytest.raises(ValueError, match=message), debug_checks():
         make()
@@ -139,7 +139,7 @@ def test_mistakes_are_found(name):
     }.items(),
     ids=lambda way: way[0],
 )
-def test_inside_of_transformations(way):
+def test_inside_transformations(way):
     cache = create_cache()
 
     def call(ids, factor=1.0):
@@ -167,7 +167,7 @@ def test_right_calls_are_not_reported():
         paged_attention(KV, cache.k, cache.v, before_the_window, allocator.lengths, sliding_window=1)
         paged_attention(*case.arrays, **case.options)
         write_kv(cache, KV, KV, jnp.array([-1, -7]))
-        # The window passes the first block, which a padding row before the new token would see.
+        # The window passes the first block, which a padding row before the new token would read.
         allocator, slots, _ = create_allocator(5, windows=(2,))
         cache = write_kv(create_cache(), prompt[:1], prompt[:1], slots)
         behind = AttentionStep.create(*allocator.append(jnp.array([1]), q_len=5)[:2])
@@ -175,7 +175,7 @@ def test_right_calls_are_not_reported():
 
 
 def test_context_parallel_attention_is_not_checked():
-    """A device's blocks hold half of each: the lengths are beyond its tables."""
+    """Each device holds half of each sequence, so the lengths exceed its tables."""
     allocator, slots, _ = create_allocator(9, 12)
 
     def device(cache):
@@ -190,7 +190,7 @@ def test_context_parallel_attention_is_not_checked():
         jax.jit(run)(jax.device_put(create_cache(), jax.NamedSharding(mesh, P(None, "x"))))
 
 
-def test_off_it_costs_nothing_and_compiled_functions_are_compiled_again():
+def test_disabled_checks_cost_nothing_and_enabling_them_recompiles():
     cache, slots = create_cache(), jnp.array([4, 3])
     write = jax.jit(write_kv)
 

@@ -1,4 +1,4 @@
-"""Names that are no dtypes, wherever a dtype is an argument."""
+"""Names that are not dtypes, for every dtype argument."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ CALLS = {
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 @pytest.mark.parametrize("name", CALLS)
-def test_the_error_quotes_the_name_and_gives_right_ones(name, dtype):
+def test_the_error_quotes_the_name_and_suggests_valid_ones(name, dtype):
     right = "float8_e4m3fn" if name == "kv_scale" else "bfloat16"
     with pytest.raises(ValueError, match=rf"dtype must be .*{right}.*; got (param_)?dtype='{dtype}'"):
         CALLS[name](dtype)

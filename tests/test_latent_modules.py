@@ -1,4 +1,4 @@
-"""Latent attention as a module, against keys and values made of each head."""
+"""Latent attention as a module, against attention with expanded keys and values."""
 
 import dataclasses
 import functools
@@ -48,7 +48,7 @@ def new_allocator(**options):
 
 
 def append(allocator, *num_tokens):
-    """The step of these new tokens of each sequence."""
+    """The step for these numbers of new tokens."""
     allocator, slots, _ = allocator.append(jnp.asarray(num_tokens), q_len=max(num_tokens))
     return AttentionStep.create(allocator, slots)
 
@@ -59,12 +59,12 @@ def jitted(graph, weights, *args, **options):
 
 
 def call(module, *args, **options):
-    """The module's call in one program: one operation after the other would compile dozens."""
+    """The module's call in one program; eager operations would compile dozens."""
     return jitted(*nnx.split(module), *args, **options)
 
 
 def expanded(module, x):
-    """By ordinary attention on keys and values of each head: the equations of the paper."""
+    """Ordinary attention on keys and values of each head, by the equations of the paper."""
     s, (q, k, v) = module.settings, projected(*nnx.split(module), x)
     options = dict(scale=12**-0.5 if s.scale is None else s.scale)
     if s.sliding_window is not None:
@@ -97,13 +97,13 @@ def projected(graph, weights, x):
         dict(q_lora_rank=None, interleaved=False, scale=None, use_bias=True),
     ],
 )
-def test_the_module_says_what_expanded_heads_say(changes):
+def test_the_module_equals_expanded_heads(changes):
     module, x = make(**changes), inputs()
     _, out = call(module, x, new_cache(), append(new_allocator(), 7))
     np.testing.assert_allclose(out, expanded(module, x), atol=2e-5)
 
 
-def test_a_token_continues_a_prompt_and_packed_tokens_do_too():
+def test_single_and_packed_tokens_continue_a_prompt():
     module, x = make(), inputs()
     expected = expanded(module, x)
     step = append(new_allocator(), 5)
@@ -117,7 +117,7 @@ def test_a_token_continues_a_prompt_and_packed_tokens_do_too():
 
 
 @pytest.mark.parametrize("changes", [dict(), dict(v_head_dim=16, rotary_factor=1.0)])
-def test_prompts_by_keys_of_each_head(changes):
+def test_prompts_with_expanded_heads(changes):
     """Fresh, and after a history; uniform and packed, with single tokens and padding in the same call."""
     module, x = make(expanded_from=2, **changes), inputs(seqs=2)
     expected = jnp.concatenate([expanded(module, x[:1]), expanded(module, x[1:])])
@@ -137,15 +137,15 @@ def test_prompts_by_keys_of_each_head(changes):
     np.testing.assert_allclose(out[1:6], expected[1, 2:], atol=2e-5)
 
 
-def test_a_window_holds_whatever_the_number_of_new_tokens():
+def test_a_window_holds_for_any_number_of_new_tokens():
     module, x = make(expanded_from=2, sliding_window=3), inputs()
     _, out = call(module, x, new_cache(), append(new_allocator(), 7))
     np.testing.assert_allclose(out, expanded(module, x), atol=2e-5)
 
 
 @pytest.mark.parametrize("expanded_from", [7, 8])
-def test_which_prompts_have_keys_of_each_head(expanded_from):
-    """They see more than eight bits of each other."""
+def test_which_prompts_expand_their_heads(expanded_from):
+    """New tokens see each other with more than eight bits."""
     module, x = make(expanded_from=expanded_from), inputs()
     _, out = call(module, x, new_cache("int8"), append(new_allocator(), 7))
     error = np.abs(out - expanded(module, x)).max()
@@ -154,11 +154,11 @@ def test_which_prompts_have_keys_of_each_head(expanded_from):
 
 
 @pytest.mark.parametrize("changes", [dict(), dict(expanded_from=2)])
-def test_a_cache_with_rotary_numbers_in_two(changes):
-    """The width of the cache decides. Absorbed queries fit it, with a history too."""
+def test_a_cache_with_rotary_numbers_in_two_parts(changes):
+    """The width of the cache selects the form. Absorbed queries fit it, also with a history."""
     module, x = make(**changes), inputs()
     weights = module.kv_a_proj_with_mqa.kernel
-    weights[...] = weights[...] * jnp.asarray([1.0] * 16 + [4.0] * 4)[None]  # the rotary part has the most to say
+    weights[...] = weights[...] * jnp.asarray([1.0] * 16 + [4.0] * 4)[None]  # gives the rotary part most weight
     expected = expanded(module, x)[:, 5:]
 
     def error(width):

@@ -1,4 +1,4 @@
-"""A GPU without room: caches and engines are refused before XLA waits for memory, with the next move."""
+"""A GPU without room: caches and engines are refused before XLA waits for memory, with advice."""
 
 import time
 
@@ -45,7 +45,7 @@ def test_a_cache_without_room_is_refused_with_the_next_move(in_use, sizes, num_b
     jax.jit(lambda: KVCache.create(**sizes)).lower()
 
 
-def test_memory_that_is_given_back_meanwhile_suffices(monkeypatch):
+def test_memory_freed_in_the_meantime_suffices(monkeypatch):
     seen = iter([10**6, 10**6, 0, 0])
     monkeypatch.setattr(_device, "memory", lambda: (next(seen), 10**6))
     KVCache.create(**SIZES)
@@ -61,7 +61,7 @@ def test_an_engine_without_room_is_refused_before_it_compiles(in_use, monkeypatc
 
 
 class Lowered:
-    """A program with this much scratch memory; None: XLA finds no memory to compile it."""
+    """A program with this scratch memory; None: XLA has no memory to compile it."""
 
     def __init__(self, scratch=None):
         self.scratch = self.temp_size_in_bytes = scratch

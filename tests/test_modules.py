@@ -1,4 +1,4 @@
-"""The NNX and the Linen module: equal to each other, and to dense attention."""
+"""The NNX and the Linen module equal each other and dense attention."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ SIZES = dict(
 
 
 def shrunk(x, positions):
-    """Stands for a model's own rotation."""
+    """In place of a model's own rotation."""
     return x / (1 + positions[..., None, None].astype(x.dtype))
 
 
@@ -79,7 +79,7 @@ def prompt_batch(sequences, q_len):
 
 
 def prompts():
-    """All tokens as one call: x, and the step."""
+    """All tokens as one call: x and its step."""
     allocator, slots, _ = new_allocator().append(jnp.asarray(LENGTHS, jnp.int32), q_len=max(LENGTHS))
     return prompt_batch(tokens(), max(LENGTHS)), AttentionStep.create(allocator, slots)
 
@@ -127,10 +127,10 @@ def dense(module, x, options):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=", ".join)
-def test_prefill_and_decode_are_dense_attention_in_both(options):
+def test_prefill_and_decode_equal_dense_attention_in_both(options):
     modules, sequences, q_len = make(options), tokens(), max(LENGTHS) - 1
     expected = [dense(modules[0], x, options) for x in sequences]
-    # All but the last token at once, ragged; then the last as one row of each sequence, and as one token.
+    # All tokens but the last at once, ragged; then the last one as a row of each sequence, and as a token.
     allocator, slots, ok = new_allocator().append(jnp.asarray([n - 1 for n in LENGTHS], jnp.int32), q_len=q_len)
     prompt = prompt_batch([x[:-1] for x in sequences], q_len), AttentionStep.create(allocator, slots)
     assert ok.all()
@@ -151,7 +151,7 @@ def test_prefill_and_decode_are_dense_attention_in_both(options):
 
 
 @pytest.mark.parametrize("options", [OPTIONS[2], OPTIONS[3]], ids=", ".join)
-def test_packed_tokens_with_padding_on_both_ends(options):
+def test_packed_tokens_with_padding_at_both_ends(options):
     modules, sequences = make(options), tokens()
     expected = np.concatenate([dense(modules[0], x, options) for x in sequences])
     allocator = prompts()[1].allocator
@@ -166,7 +166,7 @@ def test_packed_tokens_with_padding_on_both_ends(options):
     starts = np.cumsum([1, *LENGTHS])
     for call in modules:
         np.testing.assert_allclose(packed(call, starts), expected, atol=2e-5)
-    # A twin with a mistake in it: the last token of the first sequence given to the second.
+    # The twin with a mistake: the last token of the first sequence goes to the second.
     assert not np.allclose(packed(modules[0], starts - [0, 1, 0, 0]), expected, atol=2e-5)
 
 
@@ -203,7 +203,7 @@ def test_attend_passes_tables_scales_and_options():
             step.attend(q, k, v, cache, **wrong)
 
 
-def test_nothing_is_hidden_in_the_modules():
+def test_the_modules_hold_no_hidden_state():
     module, _ = make({})
     assert {path[-1] for path, _ in nnx.to_flat_state(nnx.state(module))} == {"kernel"}
     x, step = prompts()
@@ -259,7 +259,7 @@ def test_attend_refuses_a_cache_with_other_blocks_than_the_allocator(changes, nu
 
 
 def test_a_plan_reaches_the_attention():
-    """Unless the module has a window or a number of partitions: the plan of a step is for neither."""
+    """Not if the module has a window or a number of partitions, which a step's plan does not cover."""
     allocator, slots, _ = new_allocator().append(jnp.ones(len(LENGTHS), jnp.int32), q_len=1)
     step = AttentionStep.create(allocator, slots)
     step = dataclasses.replace(step, plan=make_plan(allocator.lengths, num_kv_heads=KV_HEADS))
@@ -301,7 +301,7 @@ def test_a_linen_type_that_the_model_does_not_call_is_an_error():
     replace = functools.partial(jaxpaged.linen.replace, call=lambda module, x: x)
     with pytest.raises(ValueError, match=r"must call modules of the type; got none of Conv, only Dense. Pass the type"):
         replace(flax.linen.Conv)(dense.apply)(variables, jnp.ones(2))
-    with pytest.raises(KeyError), replace(flax.linen.Conv):  # the error of the block itself
+    with pytest.raises(KeyError), replace(flax.linen.Conv):  # the block's own error
         raise KeyError
     apply = replace(flax.linen.Dense)(jax.jit(dense.apply))
     for _ in range(2):  # the second time no module is called

@@ -21,7 +21,7 @@ from tests.cases import make_case
 
 CASE = make_case(lengths=(1, 20, 0), max_blocks=4)
 FUNCTIONS = [paged_attention, paged_attention_reference]
-WRAPS = 2**32  # added to a number, it is gone after a cast to int32
+WRAPS = 2**32  # a cast to int32 drops it from a sum
 CACHE = KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8, dtype="float32")
 FULL = KVCache(jnp.ones_like(CACHE.k), jnp.ones_like(CACHE.v))
 STACK = KVCache.create(num_blocks=4, block_size=2, num_kv_heads=1, head_dim=8, num_layers=2, dtype="float32")
@@ -68,7 +68,7 @@ def test_the_allocator_refuses_numpy_counts_beyond_int32():
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_windows_beyond_int32_are_none(function):
+def test_windows_beyond_int32_equal_none(function):
     wanted = function(*CASE.arrays)
     with jax.enable_x64(True):
         windows = [jnp.uint32(2**31), jnp.int64(2**63 - 1), jnp.int64(2**32 + 1), np.uint64(2**63)]
@@ -80,7 +80,7 @@ def test_windows_beyond_int32_are_none(function):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("cap", [1e29, 1e38, np.inf])
-def test_a_large_soft_cap_is_none(function, cap):
+def test_a_large_soft_cap_equals_none(function, cap):
     wanted = function(*CASE.arrays)
     got = function(*CASE.arrays, logits_soft_cap=jnp.float32(cap))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), got, wanted)
@@ -133,7 +133,7 @@ def test_a_table_row_holds_less_than_2_to_31_tokens():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_number_of_partitions_of_numpy_widens_nothing_with_x64(packed):
+def test_a_numpy_number_of_partitions_widens_nothing_with_x64(packed):
     q, *rest = CASE.arrays
     how = dict(query_starts=jnp.arange(q.shape[0] + 1, dtype=jnp.int32)) if packed else {}
     wanted = paged_attention(q, *rest, **how, num_partitions=2)

@@ -1,4 +1,4 @@
-"""Padding in front of a sequence's new tokens, where it has older ones: all calls give what they give without.
+"""Padding before a sequence's new tokens, after older ones, does not change the result of any call.
 
 Padding rows, free blocks and unwritten slots hold NaN.
 """
@@ -26,11 +26,11 @@ from jaxpaged.ops import write_kv
 
 BLOCKS = dict(num_blocks=24, block_size=4)
 HEADS, KV_HEADS, HEAD_DIM, FEATURES = 4, 2, 8, 64
-ROOT, Q_LEN = 4, 5  # tokens that the first two sequences begin with; rows of a sequence in a padded call
+ROOT, Q_LEN = 4, 5  # common first tokens of two sequences; rows per sequence in a padded call
 HISTORY = (2, 3, 5, 0)  # tokens after the root
 IS_WRITTEN = (True, True, False, True)  # whether a sequence gets new tokens
 FREQUENCIES = jaxpaged.rotary_frequencies(HEAD_DIM)
-PARENTS = (-1, 0, 0)  # in a tree of new tokens
+PARENTS = (-1, 0, 0)  # parents in a tree of new tokens
 
 # (x, cache, allocator, slots, *, count, query_starts) -> (cache, out). The last `count` rows of a sequence are tokens.
 Call = Callable[..., tuple[KVCache, jax.Array]]
@@ -41,7 +41,7 @@ class Case:
     call: Call
     cache: dict[str, Any] = dataclasses.field(default_factory=dict)
     count: int = 3
-    window: int | None = None  # the group of layers has one
+    window: int | None = None  # window of the group of layers
     can_be_packed: bool = True
 
 
@@ -83,7 +83,7 @@ def rotated(**rotary) -> Call:
     return call
 
 
-def of_pool(attention: Callable[..., Any], *, groups=False) -> Call:
+def call_on_pool(attention: Callable[..., Any], *, groups=False) -> Call:
     """A function of tables and lengths."""
 
     def call(x, cache, allocator, slots, *, count, query_starts=None):
@@ -103,7 +103,7 @@ def on_two_devices(*arrays, count):
 
     def device(x, cache, allocator, slots):
         own_slots = jaxpaged.ops.context_parallel_slots(slots, block_size=2, axis_name="x")
-        return of_pool(attention)(x, cache, allocator, own_slots, count=count)
+        return call_on_pool(attention)(x, cache, allocator, own_slots, count=count)
 
     mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
     specs = dict(in_specs=(P(), P(None, "x"), P(), P()), out_specs=(P(None, "x"), P()))
@@ -161,9 +161,9 @@ CASES = {
     "float8": Case(attend(), FLOAT8),
     "rotation": Case(attend(rotary_frequencies=FREQUENCIES)),
     "rotation of neighbours, int8": Case(attend(rotary_frequencies=FREQUENCIES, interleaved=True), INT8),
-    "paged_attention": Case(of_pool(jaxpaged.paged_attention)),
-    "paged_attention, prefix groups": Case(of_pool(jaxpaged.paged_attention, groups=True)),
-    "paged_attention_reference": Case(of_pool(jaxpaged.paged_attention_reference)),
+    "paged_attention": Case(call_on_pool(jaxpaged.paged_attention)),
+    "paged_attention, prefix groups": Case(call_on_pool(jaxpaged.paged_attention, groups=True)),
+    "paged_attention_reference": Case(call_on_pool(jaxpaged.paged_attention_reference)),
     "context_parallel_attention": Case(on_two_devices, can_be_packed=False),
     "rotate_and_write_kv": Case(rotated(frequencies=FREQUENCIES)),
     "rotate_and_write_kv, interleaved, int8": Case(rotated(**INTERLEAVED), INT8),
@@ -184,7 +184,7 @@ CASES = {
 
 @functools.cache
 def append_all(window: int | None, count: int) -> tuple[BlockAllocator, jax.Array, BlockAllocator, jax.Array]:
-    """The allocator and the slots of all tokens after the history, then those after the new tokens."""
+    """The allocator and the slots of all tokens, first after the history, then after the new tokens."""
     windows = (None,) if window is None else (None, window)
     allocator = BlockAllocator.create(**BLOCKS, num_seqs=4, max_blocks_per_seq=4, windows=windows)
     allocator, _, _ = allocator.append(jnp.asarray([ROOT, 0, 0, 0]), q_len=ROOT)
@@ -198,7 +198,7 @@ def append_all(window: int | None, count: int) -> tuple[BlockAllocator, jax.Arra
 
 
 def poisoned(cache: KVCache, group: BlockAllocator) -> KVCache:
-    """NaN in all blocks but the null block that are not a sequence's, in this group of layers."""
+    """NaN in all blocks of this group of layers that no sequence holds, except for the null block."""
     ids = jnp.where(group.is_entry(group.lengths), group.block_tables, 0)
     held = jnp.zeros(group.num_blocks, bool).at[ids].set(True)
 

@@ -1,4 +1,4 @@
-"""`python -m jaxpaged.selftest`, as far as that goes without a GPU: through XLA."""
+"""`python -m jaxpaged.selftest` without a GPU, through XLA."""
 
 import jax
 import jax.numpy as jnp
@@ -35,14 +35,14 @@ def test_without_a_gpu_xla_is_checked(few, capsys):
     assert "cpu, xla: 5 of 5 cases right\n" in text
 
 
-def test_on_a_gpu_that_is_too_old_xla_is_checked(few, monkeypatch, capsys):
+def test_on_an_old_gpu_xla_is_checked(few, monkeypatch, capsys):
     monkeypatch.setattr(_device, "gpu", lambda: _device.Gpu(68, 7.5, name="a T4"))
     assert selftest.main([]) == 0
     assert "8.0 or higher; a T4 has 7.5" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU compiles kernels")
-def test_calls_that_name_no_implementation_go_by_its_result(monkeypatch, tmp_path, capsys):
+def test_calls_without_an_implementation_follow_its_result(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(kept, "_kept", {})
     monkeypatch.setattr(_device, "gpu", lambda: _device.GPUS["A100"])
@@ -75,7 +75,7 @@ def test_report(few, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ["wrong", "fails"])
-def test_what_is_wrong_is_said(monkeypatch, capsys, fault):
+def test_failures_are_named(monkeypatch, capsys, fault):
     def attention(q, *_, **__):
         if fault == "fails":
             raise RuntimeError("no such kernel")

@@ -1,4 +1,4 @@
-"""Arrays on several devices, here four of a CPU: each works on its own part, and nothing is gathered."""
+"""Arrays on several devices, here four CPU devices: each one works on its own part, and nothing is gathered."""
 
 import contextlib
 import dataclasses
@@ -64,7 +64,7 @@ def assert_close(ours, theirs, atol=1e-6):
 
 
 def run_alone(function, *arrays, but=()):
-    """The result of a program whose devices exchange nothing but this."""
+    """Runs a program, and asserts that `but` are its only collectives."""
     compiled = jax.jit(function).lower(*arrays).compile()
     assert collectives(compiled.as_text()) == list(but)
     return compiled(*arrays)
@@ -80,7 +80,7 @@ def lowered(function, *arrays) -> str:
 
 
 def on_parts(function, mesh, specs, out_specs, **options):
-    """The function of each device's part of its arguments."""
+    """Applies the function to each device's part of its arguments."""
     return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out_specs, **options)
 
 
@@ -93,7 +93,7 @@ def test_attention_on_an_explicit_mesh(specs, num_devices):
         assert tuple(jax.typeof(array).sharding.spec) == (*specs[0], None, None)[: array.ndim]
 
 
-def test_what_is_whole_is_cut():
+def test_unsharded_arguments_are_sharded():
     _, k_cache, v_cache, *_ = put(CASE.arrays, OVER_HEADS, make_mesh(2))
     tables, lengths = CASE.arrays[3:]
     expected = paged_attention(*CASE.arrays, sliding_window=4)
@@ -157,12 +157,12 @@ def test_prefix_groups_are_the_same_on_every_device():
 
 
 def opaque(a, *, num_partitions):
-    """Like a kernel it is nothing that XLA can partition."""
+    """Like a kernel, a function that XLA cannot partition."""
     triangle = jnp.linalg.qr(a.k_cache.reshape(-1, a.k_cache.shape[2] * a.k_cache.shape[3]), mode="r")
     return a.q * triangle.sum(), a.q[..., 0]
 
 
-def test_no_cache_is_gathered_for_what_cannot_be_partitioned(monkeypatch):
+def test_no_cache_is_gathered_for_an_opaque_kernel(monkeypatch):
     monkeypatch.setattr(xla, "attend", opaque)
     function = functools.partial(paged_attention, implementation="xla")
     auto = make_mesh(2, AxisType.Auto)
@@ -243,7 +243,7 @@ def test_a_layer_of_a_stack_on_an_explicit_mesh():
     assert_close(found, jax.jit(step)(stack, allocator), atol=0)
 
 
-def test_blocks_are_copied_by_the_kernel_wherever_each_device_has_its_part(on_an_h100):
+def test_the_kernel_copies_blocks_if_each_device_has_its_part(on_an_h100):
     cache = KVCache.create(num_blocks=8, block_size=16, num_kv_heads=4, head_dim=128, dtype=jnp.bfloat16)
     ids = jnp.array([1, 2]), jnp.array([3, 4])
     specs = POOL, P(), P()
@@ -264,8 +264,8 @@ def test_blocks_are_copied_by_the_kernel_wherever_each_device_has_its_part(on_an
     ids=str,
 )
 def test_context_parallel_attention(num_devices, changes):
-    """Each device's tokens alone: the pools are poisoned, and so are the rows before a sequence begins. Prompts begin
-    and end anywhere in a block."""
+    """Each device attends only to its own tokens: pools, and rows before the start of a sequence, are poisoned. Prompts
+    begin and end anywhere in a block."""
     lengths, heads = (0, 1, 63, 64, 200, 130), dict(heads=8, kv_heads=4, options={"sinks": SINKS})
     case = make_case(lengths=lengths, max_blocks=4, block_size=64, **heads, **changes)
     if q_len := changes.get("q_len"):
@@ -318,7 +318,7 @@ def test_one_kv_head_on_a_mesh_of_one_device():
     assert (write_kv(put[0], put[1], put[1], slots).k == write_kv(cache, k, k, slots).k).all()
 
 
-def test_without_jit_a_kernel_is_called_all_the_same():
+def test_a_kernel_is_called_without_jit():
     with jax.disable_jit():
         assert by_kernel(lambda x: x + 1, lambda x: x + 2, jnp.float32(3)) == 5
 
@@ -363,7 +363,7 @@ def noisy(weights):
 
 
 def nnx_module(mesh):
-    """`call(weights, ...)`, the weights, and what the metadata say of them; without a mesh, on one device."""
+    """`call(weights, ...)`, the weights, and their sharding metadata; on one device without a mesh."""
     axis = None if mesh is None else "devices"
 
     def make():
@@ -401,7 +401,7 @@ def test_a_module_over_heads(make, kind):
         assert array.sharding.shard_shape(array.shape)[2] == 2
 
 
-def test_the_heads_of_a_module_by_a_logical_name():
+def test_heads_of_a_module_by_a_logical_axis_name():
     with nnx.logical_axis_rules([("heads", "devices")]), jax.set_mesh(make_mesh(2)):
         module = jaxpaged.nnx.PagedAttention(FEATURES, settings("heads"), rngs=nnx.Rngs(0))
         assert nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(module))) == PARAMETERS

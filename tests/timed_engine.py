@@ -1,4 +1,4 @@
-"""An engine that computes nothing: slices of sleep, for tests of what serves an engine's requests."""
+"""An engine whose slices only sleep, for tests of code that serves an engine's requests."""
 
 import dataclasses
 import time
@@ -16,14 +16,14 @@ class Row:
 
 
 class TimedEngine:
-    """Serves requests as an `Engine` does. The i-th token of every request is i."""
+    """Serves requests like an `Engine`. The i-th token of every request is i."""
 
     def __init__(self, *, num_seats: int = 2, steps_per_slice: int = 1, slice_seconds: float = 0.0):
         self._num_seats, self._steps_per_slice, self._slice_seconds = num_seats, steps_per_slice, slice_seconds
-        self._rows: list[Row] = []  # those with a seat come first
+        self._rows: list[Row] = []  # rows with a seat come first
         self._next_id, self._since = 0, 0.0
         self._stats = EngineStats()
-        self.on_slice_end: Callable[[], None] = lambda: None  # never called: slices end when they are expected to
+        self.on_slice_end: Callable[[], None] = lambda: None  # never called: slices end as predicted
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -31,7 +31,7 @@ class TimedEngine:
 
     @property
     def seconds_to_spare(self) -> float:
-        left = self._since + 0.9 * self._slice_seconds - time.perf_counter()  # so that a busy machine is in time
+        left = self._since + 0.9 * self._slice_seconds - time.perf_counter()  # leaves time on a busy machine
         return max(left, 0.0) if self._rows else 0.0
 
     def stats(self) -> EngineStats:

@@ -1,4 +1,4 @@
-"""A model of one layer for the tests of the engine, in float32 on tiny dimensions, and its twin without a cache."""
+"""A one-layer float32 model with tiny dimensions for tests of the engine, and its twin without a cache."""
 
 import contextlib
 import dataclasses
@@ -55,7 +55,7 @@ def head(weights, hidden):
 
 
 def apply_to_heads(weights, tokens, positions, cache, step):
-    """`apply` on one of several devices: qkv [features, 3, heads, head_dim] and the cache hold its heads alone."""
+    """`apply` on one of several devices: qkv [features, 3, heads, head_dim] and the cache hold only its heads."""
     x = weights["embedding"][tokens]
     q, k, v = jnp.einsum("tf,fihd->ithd", x, weights["qkv"])
     cache, out = step.attend(q, k, v, cache, rotary_frequencies=FREQUENCIES)
@@ -101,20 +101,20 @@ def noise_of(seed, position, draw):
 
 
 def kept(weights, top_k, top_p, min_p):
-    """By sorting: which tokens may be drawn."""
+    """The tokens that may be drawn, by sorting."""
     weights = np.where(weights >= min_p * weights.max(), weights, 0)
     order = np.argsort(-weights, kind="stable")
     ordered = weights[order]
     if 0 < top_k < len(ordered):
         ordered = np.where(ordered >= ordered[top_k - 1], ordered, 0)
-    before = (np.cumsum(ordered) - ordered)[np.searchsorted(-ordered, -ordered)]  # equal ones have the same
+    before = (np.cumsum(ordered) - ordered)[np.searchsorted(-ordered, -ordered)]  # equal logits have equal sums
     is_kept = np.zeros(len(order), bool)
     is_kept[order[(before < top_p * ordered.sum()) & (ordered > 0)]] = True
     return is_kept
 
 
 def drawn(scores, params, position):
-    """The first kept token of the draws without top_p; if top_p cuts all, a draw from the kept tokens."""
+    """The first kept token of the draws without top_p, or a draw from the kept tokens if top_p cuts all."""
     weights = np.exp(scores - scores.max())
     is_before_top_p, is_kept = (kept(weights, params.top_k, top_p, params.min_p) for top_p in (1, params.top_p))
     draws = map(np.int32, range(DRAWS + 1))
@@ -126,7 +126,7 @@ def drawn(scores, params, position):
 
 
 def next_logits(weights, tokens):
-    """The logits after the last of one sequence's tokens, in float64."""
+    """The logits after one sequence's last token, in float64."""
     padded = np.zeros(MAX_TOKENS, np.int32)
     padded[: len(tokens)] = tokens
     return np.asarray(logits_after(weights, padded, np.int32(len(tokens))), np.float64)
@@ -137,7 +137,7 @@ def log_softmax(logits):
 
 
 def continuation_of(logits_of, prompt, params, index=0):
-    """One completion of a request: its tokens and their logprobs. `logits_of` tokens are those after the last."""
+    """One completion of a request: tokens and logprobs. `logits_of(tokens)` are the logits after the last token."""
     tokens, logprobs = list(prompt), []
     params = dataclasses.replace(params, seed=completion_seed(params.seed, index)) if index else params
     while len(logprobs) < params.max_tokens and not (logprobs and tokens[-1] in params.stop_token_ids):
@@ -177,10 +177,10 @@ def create_engine(
     shares=False,
     **options,
 ):
-    """`shares`: with a prefix cache, shared blocks are read once from the first on, as large ones are on a GPU. This
-    needs two more kinds of steps."""
+    """`shares`: with a prefix cache, shared blocks are always read once, like large ones on a GPU. This needs two more
+    kinds of steps."""
     sizes = dict(max_num_seqs=SEATS, max_model_len=MAX_TOKENS, max_requests=MAX_REQUESTS, steps_per_slice=STEPS)
-    # Compilation costs more than the run, so LLVM optimises nothing. `batch_invariant` has one kind of steps.
+    # Compilation costs more than the run, so LLVM does not optimise. `batch_invariant` has one kind of steps.
     sizes |= dict(num_stop_ids=2, chunk_tokens=16, compiler_options={"xla_backend_optimization_level": 0})
     if cache is None:
         weights, cache = jax.device_put((weights or random_weights(), create_cache(num_blocks)), device)
@@ -190,13 +190,13 @@ def create_engine(
 
 
 def not_compiled():
-    """Engines made in this context cannot run a slice. They need a tenth of the time."""
+    """Engines created in this context cannot run a slice, but need a tenth of the time."""
     return mock.patch.object(jax.stages.Lowered, "compile")
 
 
 @contextlib.contextmanager
 def one_kind_of_steps():
-    """Engines have only the widest kind of steps, which compiles sooner."""
+    """Engines have only the widest kind of steps, which compiles faster."""
 
     def make_kinds(num_seats, chunk_tokens, widths=(), *, cost=None, **_):
         (kind,) = kinds.make_kinds(num_seats, chunk_tokens, batch_invariant=True, cost=cost)
@@ -206,7 +206,7 @@ def one_kind_of_steps():
         yield
 
 
-ENGINES: list[Engine] = []  # shared by tests: after each test they have no requests
+ENGINES: list[Engine] = []  # shared by tests; they have no requests after each test
 
 
 @functools.cache
@@ -217,15 +217,15 @@ def create_once(**options):
 
 def shared_engine(*, prefix_cache=False, batch_invariant=False):
     """An engine with `random_weights()` and no cached prefix."""
-    # Without a prefix cache, it has the narrowest kind of steps.
+    # Without a prefix cache it has the narrowest kind of steps.
     options = dict(prefix_cache=prefix_cache, shares=prefix_cache, widths=WIDTHS[prefix_cache:])
     engine = create_once(**options, batch_invariant=batch_invariant)
     engine.update_weights(random_weights())
     return engine
 
 
-def assert_whole(engine, hidden=None):
-    """All invariants hold. `hidden`: the blocks from `fewer_blocks`."""
+def assert_invariants(engine, hidden=None):
+    """Asserts all invariants. `hidden`: the blocks from `fewer_blocks`."""
     state = engine._runner.state
     allocator = state.allocator if hidden is None else with_blocks_back(state.allocator, hidden)
     scheduler, allocator = jax.tree.map(np.asarray, (state.scheduler, allocator))
@@ -233,8 +233,8 @@ def assert_whole(engine, hidden=None):
 
 
 def assert_idle(engine):
-    """No request is left, and all blocks are free."""
-    assert_whole(engine)
+    """Asserts that no request is left and all blocks are free."""
+    assert_invariants(engine)
     stats = engine.stats()
     assert engine._books.is_settled
     assert int(engine._runner.state.allocator.num_free) == stats.num_blocks
@@ -251,7 +251,7 @@ def counting(engine):
 
 
 def operations_on(text, shape):
-    """The operations of a compiled program whose result has this shape."""
+    """Operations of a compiled program whose result has this shape."""
     return [name for name, _, line in instructions(text) if shape in line.split(name + "(")[0]]
 
 
@@ -278,7 +278,7 @@ def with_blocks_back(allocator, ids):
 
 @contextlib.contextmanager
 def fewer_blocks(engine, left):
-    """While it lasts, the pool of the engine has `left` blocks: the same program serves a tight pool."""
+    """In this context the engine's pool has `left` blocks, so the same program serves a tight pool."""
     if left == BLOCKS:
         yield None
         return
@@ -291,7 +291,7 @@ def fewer_blocks(engine, left):
 
 
 def requests(count, seed=0):
-    """Prompts and parameters: greedy, and sampled with every option; a few with four completions."""
+    """Prompts and parameters: greedy, sampled with every option, and a few with four completions."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, VOCAB, rng.integers(1, 30)).tolist() for _ in range(count)]
     params = [

@@ -1,4 +1,4 @@
-"""Caches whose numbers say which block they are from, and what copies of blocks must give."""
+"""Caches whose numbers identify their blocks, and the expected copies of blocks."""
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ COPIES = pytest.mark.parametrize(
 
 
 def numbered(num_layers: int | None = None, num_blocks: int = 6, dtype=jnp.float32) -> KVCache:
-    """Every number of k says which block it is in: 10 * layer + block; numbers of v are that + 100."""
+    """Numbers of k identify their block, 10 * layer + block; numbers of v add 100."""
     named = 10 * np.arange(num_layers or 1)[:, None] + np.arange(num_blocks)[None]
     named = named if num_layers else named[0]
     k = np.broadcast_to(named[..., None, None, None], (*named.shape, 2, 1, 8))
@@ -51,14 +51,14 @@ def ids(*values: int) -> jax.Array:
 
 
 def shown(pool: jax.Array) -> list:
-    """The block that each block's numbers came from; they must all agree."""
+    """The source block of each block's numbers, which must all agree."""
     pool = np.asarray(pool, np.float32)
     assert (pool == pool[..., :1, :1, :1]).all()
     return pool[..., 0, 0, 0].astype(int).tolist()
 
 
 def filled(dtype, scale, num_layers=None, num_blocks=6) -> KVCache:
-    """A cache with other bits in every number and in every scale of a token."""
+    """A cache with different bits in every number and in every token's scale."""
     rng = np.random.default_rng(0)
     given = dict(k_scale=0.5, v_scale=0.25) if scale in ("tensor", "head") else {}
     sizes = dict(num_blocks=num_blocks, block_size=4, num_kv_heads=3, head_dim=8, num_layers=num_layers)
@@ -72,7 +72,7 @@ def filled(dtype, scale, num_layers=None, num_blocks=6) -> KVCache:
 
 
 def block_leaves(cache: KVCache) -> list[np.ndarray]:
-    """Every array that has a block axis, as [layers, blocks, bytes]."""
+    """Every array with a block axis, as [layers, blocks, bytes]."""
     layers = cache.k.shape[0] if cache.k.ndim == 5 else 1
     blocks = cache.k.shape[-4]
     leaves = [leaf for leaf in jax.tree.leaves(cache) if leaf.ndim >= cache.k.ndim - 1]
@@ -84,13 +84,13 @@ def same_bits(cache: KVCache, other: KVCache) -> bool:
 
 
 def random_pairs(seed: int, num_pairs: int, num_blocks: int) -> tuple[jax.Array, jax.Array]:
-    """Any ids, a few outside the pool: chains, cycles, duplicates, padding."""
+    """Random ids, some outside the pool: chains, cycles, duplicates, padding."""
     rng = np.random.default_rng(seed)
     return tuple(ids(*rng.integers(-1, num_blocks + 1, num_pairs)) for _ in range(2))
 
 
 def by_numpy(pool: np.ndarray, source_ids: jax.Array, destination_ids: jax.Array) -> np.ndarray:
-    """The copies of `copy_blocks` in a pool [layers, blocks, bytes]."""
+    """The result of `copy_blocks` on a pool [layers, blocks, bytes]."""
     new = pool.copy()
     for source, destination in zip(source_ids.tolist(), destination_ids.tolist(), strict=True):
         if 0 < source < pool.shape[1] and 0 < destination < pool.shape[1]:

@@ -1,6 +1,6 @@
-"""One of two processes, each with a device of its own: tests/test_several_devices.py runs both, on a CPU.
+"""One of two processes with a device each. tests/test_several_devices.py runs both, on a CPU.
 
-On two GPUs: `CUDA_VISIBLE_DEVICES=0 python -m tests.two_processes 12345 0`, and 1 in the place of both zeros.
+On two GPUs: `CUDA_VISIBLE_DEVICES=0 python -m tests.two_processes 12345 0`, and with 1 in place of both zeros.
 """
 
 import functools
@@ -18,7 +18,7 @@ from tests.cases import make_case
 
 
 def compare(ours: jax.Array, theirs: jax.Array) -> None:
-    """This process's part of an array on both devices with the same part of the whole."""
+    """Compares this process's part of an array on both devices with the same part of the whole."""
     (shard,) = ours.addressable_shards
     np.testing.assert_allclose(
         np.asarray(shard.data, np.float32), np.asarray(theirs, np.float32)[shard.index], atol=0.02

@@ -1,10 +1,10 @@
-"""What benchmarks/allocator/operations.py times: each operation of the allocator as the body of a loop inside one jit.
+"""Loops for benchmarks/allocator/operations.py: each operation of the allocator is the body of a loop inside one jit.
 
-The state is carried from step to step and every step changes it, so nothing can be computed beforehand or left out:
-sequences grow or shrink by a token, beams change places, prompts are looked up in rotated order.
+Every step changes the state that the loop carries, so XLA can neither hoist nor drop a step: sequences grow or shrink
+by a token, beams change places, prompts are looked up in rotated order.
 
-An iteration of the loop takes `UNROLL` steps and their number is known when it compiles. On a GPU the host reads the
-condition of any other loop, which takes longer than most of the operations, and their kernels hide behind that.
+An iteration runs `UNROLL` steps, and the trip count is static. With a dynamic trip count the host of a GPU would read
+the loop's condition, which is slower than most operations and would hide their time.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jax import lax
 from jaxpaged import BlockAllocator, PrefixCache
 
 BLOCK_SIZE, PROMPT_LENGTH = 16, 256
-NUM_STEPS, UNROLL = 256, 8  # steps of a dispatch, and of an iteration of its loop
+NUM_STEPS, UNROLL = 256, 8  # steps per dispatch, and per iteration of its loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +38,9 @@ class LoopState:
     allocator: BlockAllocator
     prefix_cache: PrefixCache | None
     prompts: jax.Array | None  # int32 [seqs, PROMPT_LENGTH]
-    result: jax.Array  # int32 [seqs], of the last step
-    total: jax.Array  # int32 [seqs], the results of all steps, so that all of them are wanted
-    ok: jax.Array  # bool [seqs], of all steps
+    result: jax.Array  # int32 [seqs], result of the last step
+    total: jax.Array  # int32 [seqs], sum over all steps: XLA must compute each of them
+    ok: jax.Array  # bool [seqs], false after a refusal in any step
 
 
 Body = Callable[[jax.Array, LoopState], LoopState]
@@ -53,14 +53,14 @@ def append(i: jax.Array, state: LoopState) -> LoopState:
 
 
 def append_and_free(i: jax.Array, state: LoopState) -> LoopState:
-    """A token for every sequence, and one sequence of 64 ends and begins anew."""
+    """A token for every sequence, and one sequence in 64 ends and starts again."""
     state = append(i, state)
     rows = jnp.arange(state.result.size, dtype=jnp.int32)
     return dataclasses.replace(state, allocator=state.allocator.free((rows + i) % 64 == 0))
 
 
 def reorder(i: jax.Array, state: LoopState) -> LoopState:
-    """Beam search of width 4: the first beam goes on twice, the last not at all, the others change places."""
+    """Beam search of width 4: the first beam is kept twice, the last is dropped, the others change places."""
     rows = jnp.arange(state.result.size, dtype=jnp.int32)
     parents = rows // 4 * 4 + jnp.asarray([0, 0, 2, 1], jnp.int32)[rows % 4]
     parents = jnp.minimum(parents, rows.size - 1)
@@ -69,19 +69,19 @@ def reorder(i: jax.Array, state: LoopState) -> LoopState:
 
 
 def rollback(i: jax.Array, state: LoopState) -> LoopState:
-    """The newest token of every sequence is taken back."""
+    """Removes the newest token of every sequence."""
     allocator, (_, destination_ids), ok = state.allocator.rollback(state.allocator.lengths - 1)
     return dataclasses.replace(state, allocator=allocator, result=destination_ids, ok=state.ok & ok)
 
 
 def free(i: jax.Array, state: LoopState) -> LoopState:
-    """One sequence after the other ends. Once all have ended the call changes nothing and takes the same time."""
+    """Frees one sequence per step. After the last one a step changes nothing but costs the same."""
     rows = jnp.arange(state.result.size, dtype=jnp.int32)
     return dataclasses.replace(state, allocator=state.allocator.free(rows == i))
 
 
 def match_prefix(i: jax.Array, state: LoopState) -> LoopState:
-    """A prompt for every sequence, half of which are cached; then all are given back, which is what `free` costs."""
+    """Matches a prompt for every sequence, half of them cached, and frees all again: subtract the cost of `free`."""
     assert state.prompts is not None
     assert state.prefix_cache is not None
     prompts = jnp.roll(state.prompts, 1, axis=0)
@@ -107,7 +107,7 @@ def start(point: Point, *, prompts: bool = False) -> LoopState:
 
 @functools.partial(jax.jit, static_argnames="point")
 def _start_sequences(point: Point) -> LoopState:
-    """Sequences that have grown together, a block at a time; no last block of a first beam is full."""
+    """Sequences that grew together, a block at a time. The last block of a first beam is never full."""
     allocator = BlockAllocator.create(
         num_blocks=point.num_blocks, block_size=BLOCK_SIZE, num_seqs=point.num_seqs, max_blocks_per_seq=point.max_blocks
     )
@@ -121,7 +121,7 @@ def _start_sequences(point: Point) -> LoopState:
 
 @functools.partial(jax.jit, static_argnames="point")
 def _start_prompts(point: Point) -> LoopState:
-    """Empty rows, and every other prompt cached in blocks that no sequence holds."""
+    """Empty rows. Every other prompt is cached in blocks that no sequence holds."""
     allocator = BlockAllocator.create(
         num_blocks=point.num_blocks, block_size=BLOCK_SIZE, num_seqs=point.num_seqs, max_blocks_per_seq=point.max_blocks
     )
@@ -140,14 +140,14 @@ def run(state: LoopState, *, body: Body, num_steps: int = NUM_STEPS, unroll: int
     def step(i: jax.Array, state: LoopState) -> LoopState:
         after = body(i, state)
         after = dataclasses.replace(after, total=state.total + after.result)
-        # Two steps of one iteration are as far apart as two iterations: XLA fuses nothing of one with the next.
+        # Keeps XLA from fusing two steps of one iteration.
         return lax.optimization_barrier(after)
 
     return lax.fori_loop(0, num_steps, step, state, unroll=unroll)
 
 
 def check(name: str, before: LoopState, after: LoopState, num_steps: int) -> None:
-    """Raises unless the loop did its work: invariants hold, no sequence was refused, and the state is right."""
+    """Raises unless the invariants hold, no sequence was refused, and the state is right."""
     broken = after.allocator.broken_invariants()
     lengths, old = np.asarray(after.allocator.lengths), np.asarray(before.allocator.lengths)
     rows = np.arange(lengths.size)

@@ -1,10 +1,10 @@
-"""What the allocator costs: `python -m benchmarks.allocator.operations`.
+"""The cost of each operation of the allocator: `python -m benchmarks.allocator.operations`.
 
-Each operation in a loop inside one jit (loops.py says why it is unrolled), in microseconds of device time a step, by
-the slope between few and many dispatches. It is swept over the batch, the size of the pool, and the blocks held.
+Each operation runs in a loop inside one jit (loops.py says why it is unrolled). Results are microseconds of device time
+per step, from the slope between few and many dispatches, over batch size, pool size and number of blocks held.
 
 Every loop is checked before it is timed: invariants hold, no sequence is refused, and lengths are right. `--toy` runs
-everything at toy sizes. figures/allocator.py draws the operations.
+everything at toy sizes. figures/allocator.py draws the results.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from benchmarks.allocator.loops import BLOCK_SIZE, BODIES, NUM_STEPS, UNROLL, Lo
 from benchmarks.checks import poisoned
 from benchmarks.harness import Store, add_output, compile_all, open_store, slope_microseconds
 
-THE_POINT = Point(256, 65_536, 256, 2048)  # what the bar of 15 us a step is about
+THE_POINT = Point(256, 65_536, 256, 2048)  # the point with the target of 15 us per step
 # The sweeps, each along one size. In the first two a sequence holds 18 blocks at the start.
 SWEEPS = {
     "batch": [Point(n, 65_536, 40, 288) for n in (1, 16, 64, 256, 1024)],
@@ -27,7 +27,7 @@ SWEEPS = {
     "held": [Point(256, 65_536, 256, n) for n in (288, 2048, 3680)],
 }
 TOY_POINT = Point(8, 512, 40, 288)
-SECONDS = 0.2  # of timing a loop
+SECONDS = 0.2  # spent on timing each loop
 
 
 def key(operation: str, point: Point) -> str:

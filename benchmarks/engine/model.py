@@ -1,5 +1,5 @@
-"""The model of the benchmarks: Llama's shape over packed tokens, with random weights. Also with the latent attention
-of DeepSeek-V2-Lite's shape."""
+"""The model of the benchmarks: Llama's shape over packed tokens, with random weights. Optionally with
+latent attention in DeepSeek-V2-Lite's shape."""
 
 import dataclasses
 import functools
@@ -49,7 +49,7 @@ CONFIGS = {
         rotary_frequencies=rotary_frequencies(64, 500_000.0),
         tie_embeddings=True,
     ),
-    # The place of its experts is taken by an MLP as wide as the eight that a token meets.
+    # An MLP as wide as the eight experts that a token uses replaces the experts.
     "v2lite": dataclasses.replace(
         LLAMA_3_8B,
         num_layers=27,
@@ -71,7 +71,7 @@ CONFIGS = {
         ),
     ),
 }
-# Models without latent attention.
+# Models without latent attention
 PLAIN = tuple(name for name, config in CONFIGS.items() if config.latent is None)
 
 

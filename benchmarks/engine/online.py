@@ -1,17 +1,18 @@
-"""How long requests wait for their tokens when they come one by one.
+"""Waiting times of requests under a steady arrival rate.
 
     python -m benchmarks.engine.online                  # Llama-3-8B's shape; about three minutes on a GPU
     python -m benchmarks.engine.online --model toy --rates 20 --seconds 1    # on a CPU, to try the script out
 
-Arrivals are Poisson's, lengths those of `benchmarks.engine.throughput`, weights random, and the engine chooses its own
-sizes. One thread adds what has arrived and calls `step` when the engine has no more `seconds_to_spare`, as a server
-does, so a request that arrives during a step waits for its end. Each request must get the number of tokens that it
-asked for. `benchmarks.engine.vllm_peer` does the same with vLLM. For each rate, in milliseconds, p50, p95 and p99:
+Arrivals follow a Poisson process. Lengths are the same as in `benchmarks.engine.throughput`, weights are random, and
+the engine chooses its own sizes. As in a server, one thread adds new requests and calls `step` when the engine has no
+`seconds_to_spare` left, so a request that arrives during a step waits for its end. The run fails if a request gets a
+wrong number of tokens. `benchmarks.engine.vllm_peer` does the same with vLLM. For each rate, in milliseconds, p50, p95
+and p99:
 
 - to_first: from a request's arrival to its first token;
-- between_tokens: from its first token to its last, over the number of tokens between them, for each request;
-- between_pieces: between two steps that return tokens of a request; an engine returns those of a slice together;
-- to_last: from its arrival to its last token.
+- between_tokens: from a request's first token to its last, divided by the number of tokens between them;
+- between_pieces: between two steps that return tokens of a request; all tokens of a slice are returned together;
+- to_last: from a request's arrival to its last token.
 """
 
 import argparse
@@ -30,17 +31,17 @@ from jaxpaged import SamplingParams
 
 PERCENTILES = (50, 95, 99)
 WARM_REQUESTS, WARM_TOKENS = 32, 32
-Piece = tuple[float, int]  # when, and how many tokens of the request there were
+Piece = tuple[float, int]  # time, and tokens of the request so far
 
 
 def arrival_seconds(rate: float, seconds: float) -> list[float]:
-    """When requests arrive: on average `rate` a second, the same at each call."""
+    """Arrival times: on average `rate` per second, the same at each call."""
     rng = np.random.default_rng(0)
     return np.cumsum(rng.exponential(1 / rate, max(1, round(rate * seconds)))).tolist()
 
 
 def serve(engine: Any, work: Sequence[Request], arrivals: Sequence[float]) -> list[list[Piece]]:
-    """The pieces in which each request got its tokens, in seconds since the beginning."""
+    """The pieces in which each request got its tokens; times are seconds since the start."""
     begin = time.perf_counter()
     waiting, pieces = deque(zip(work, arrivals, strict=True)), []
     pieces_of: dict[int, list[Piece]] = {}
@@ -95,7 +96,7 @@ def line(name: str, point: dict[str, Any]) -> str:
 
 
 def measure(engine: Any, store: Store, rates: Sequence[float], *, seconds: float, longest: int) -> None:
-    """Adds a point for each rate, of requests that arrive for so many seconds, behind a short run that is no point."""
+    """Adds a point for each rate, with requests that arrive for `seconds`. A short warm-up run comes first."""
     warm = [(prompt, min(new, WARM_TOKENS)) for prompt, new in workload(WARM_REQUESTS, longest)]
     serve(engine, warm, [0.0] * len(warm))
     for rate in rates:

@@ -6,13 +6,13 @@
 Random bfloat16 weights, greedy. An engine serves the requests of throughput.py for `--slices` slices, once without the
 profiler and once with it. In milliseconds:
 
-- wall: the time of the slices without the profiler, from the call to the report;
+- wall: time of the slices without the profiler, from the call to the report;
 - device: from the first event on the GPU to the last, with the profiler, which may slow it down;
-- busy: in which a kernel or a copy runs, small: in which one of less than 5 us does, and how many events there are;
-- condition: from a copy to the host to the next event, which is what a loop's condition costs, and how many there are;
-- gaps: between other events; between: of more than `LONG_US`, where the host is between two slices.
+- busy: time in which a kernel or a copy runs; small: the part with events shorter than 5 us; and their numbers;
+- condition: from a copy to the host to the next event, the cost of a loop's condition; and their number;
+- gaps: between other events; between: gaps of more than `LONG_US`, where the host is between two slices.
 
-Then the kernels of the slices, the longest first.
+Then the kernels of the slices are listed, the longest first.
 """
 
 import argparse
@@ -30,11 +30,11 @@ from benchmarks.harness import Event, add_output, add_xla, by_kernel, open_store
 from jaxpaged import Engine, SamplingParams
 
 SMALL_US, LONG_US = 5, 500
-SHOWN = 25  # kernels
+SHOWN = 25  # kernels in the printed table
 
 
 def split(events: list[Event]) -> dict[str, float]:
-    """The time from the first event to the last, in ms, by what the GPU does; and counts."""
+    """The time from the first event to the last, in ms, by activity of the GPU; and counts."""
     found: dict[str, float] = collections.defaultdict(float)
     if not events:
         return found
@@ -58,7 +58,7 @@ def split(events: list[Event]) -> dict[str, float]:
 def run_slices(
     engine: Engine, work: Sequence[Request], num_warm: int, num_slices: int, context: contextlib.AbstractContextManager
 ) -> tuple[float, dict[str, int]]:
-    """Milliseconds of the slices inside the context, and their steps by kind."""
+    """Milliseconds that the slices last inside `context`, and their steps by kind."""
     for prompt, new in work:
         engine.add_request(prompt, SamplingParams(max_tokens=new, temperature=0))
     for _ in range(num_warm):
@@ -69,7 +69,7 @@ def run_slices(
         for _ in range(num_slices):
             engine.step()
         engine.abort()
-        while engine.has_unfinished_requests:  # slices that `step` has sent end whole
+        while engine.has_unfinished_requests:  # finish the slices that `step` has sent
             engine.step()
         wall = (time.perf_counter() - begin) * 1e3
     return wall, {kind: count - before[kind] for kind, count in engine.stats().steps_by_kind.items()}

@@ -4,8 +4,8 @@
     python -m benchmarks.engine.rollout --model toy   # on a CPU, to try the script out
 
 Random bfloat16 weights, temperature 1, no stop tokens, a prefix cache. `Engine.rollout` returns tokens and logprobs as
-arrays on the device. Each round checks that every completion has the tokens that it should, their logprobs, and the
-weights of its round. `update` is the time from `update_weights` to the first token of a request.
+arrays on the device. Each round checks that every completion has the right number of tokens, a logprob for each, and
+the weights of its round. `update` is the time from `update_weights` to the first token of a request.
 `benchmarks.engine.vllm_peer --rollout` runs the same rounds.
 """
 

@@ -1,11 +1,11 @@
 """The cost of drawing a token for each seat: `python -m benchmarks.engine.sampling`.
 
-The sampler is checked before it is timed: it draws no token that top_k or top_p cuts. Times are
-microseconds of device time a call, over logits that are rotated so that none of them are in the cache of the GPU;
-`passes` are they over the time of reading the logits once. Two kinds of logits: flat ones, as random weights give, and
-peaked ones, as a trained model does.
+The sampler is checked before it is timed: it must draw no token that top_k or top_p removes. Times are microseconds of
+device time per call. Calls rotate through several arrays of logits, so that none are in the GPU's cache. `passes` is
+the time divided by the time to read the logits once. Logits are flat, as from random weights, or peaked, as from a
+trained model.
 
-`--toy` uses toy sizes, to see on any machine that it runs.
+`--toy` uses toy sizes, to try the program out on any machine.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from jaxpaged._scheduler.records import Sampling
 from jaxpaged._slice.sampling import sample
 
 Parameters = tuple[float, float, float]  # temperature, top_k, top_p
-CASES: dict[str, tuple[Parameters, Parameters]] = {  # of the even seats, of the odd ones
+CASES: dict[str, tuple[Parameters, Parameters]] = {  # even seats, odd seats
     "greedy": ((0, 0, 1),) * 2,
     "temperature": ((1, 0, 1),) * 2,
     "top_p 0.95": ((1, 0, 0.95),) * 2,
@@ -59,7 +59,7 @@ def parameters(case: str, seats: int) -> Sampling:
 
 
 def kept(row: np.ndarray, top_k: float, top_p: float) -> np.ndarray:
-    """bool [vocab], the tokens that may be drawn. Of equal logits either all are kept or none."""
+    """bool [vocab], the tokens that may be drawn. Equal logits are kept or cut together."""
     best = -np.sort(-row)
     weights = np.exp(best - best[0])
     if 0 < top_k < row.size:
@@ -70,7 +70,7 @@ def kept(row: np.ndarray, top_k: float, top_p: float) -> np.ndarray:
 
 
 def check(case: str, call: Callable[..., Any], logits: jax.Array) -> None:
-    """Raises if a token is drawn that is cut."""
+    """Raises if a token that top_k or top_p cuts is drawn."""
     seats = logits.shape[0]
     drawn = np.asarray(poisoned(call, (logits,), parameters(case, seats), jnp.zeros(seats, jnp.int32)))
     for seat, row in enumerate(np.asarray(logits, np.float64)):

@@ -1,17 +1,17 @@
-"""Tokens a second through examples/serve.py with many streaming clients, and by its engine alone.
+"""Tokens per second of examples/serve.py with many streaming clients, and of its engine alone.
 
     python -m benchmarks.engine.server                   # Llama-3-8B's shape, random weights; on a GPU
     python -m benchmarks.engine.server --model toy       # on a CPU, to try the script out
 
-The requests are those of `benchmarks.engine.throughput`. Each of the clients, which run in a process of their own, asks
-for a stream and, once it has ended, for the next. Each answer must have the tokens that were asked for. Rows:
+The requests are the same as in `benchmarks.engine.throughput`. The clients run in their own process. Each one streams
+one completion after another, and every answer must have the requested number of tokens. Rows:
 
 - engine: the same engine without a server; when a request has ended, the next is added;
 - server: the whole server.
 
-More `slices` mean that requests came to the engine later, and left its seats free meanwhile.
-`cpu_us_per_token` is the processor time of the process, all threads and the engine's own included, over the tokens;
-`event_loop_us_per_token` that of the thread that reads requests, makes texts and writes events.
+More `slices` than the engine alone mean that requests reached it later and left seats free. `cpu_us_per_token` is the
+processor time per token of the whole process, the engine's thread included. `event_loop_us_per_token` is the time of
+the thread that reads requests, decodes text and writes events.
 """
 
 import argparse
@@ -43,12 +43,12 @@ from lib.tokenizer import Tokenizer
 
 
 def make_tokenizer(vocab_size: int) -> Tokenizer:
-    """A byte-level tokenizer of made-up words: the bytes, and then words of up to four letters behind a space."""
+    """A byte-level tokenizer of made-up words: the bytes, then words of up to four letters after a space."""
     import tokenizers
 
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     words = ("".join(word) for n in (2, 3, 4) for word in itertools.product(string.ascii_lowercase, repeat=n))
-    pieces = itertools.chain(alphabet, (f"\u0120{word}" for word in words))  # \u0120 stands for the space
+    pieces = itertools.chain(alphabet, (f"\u0120{word}" for word in words))  # \u0120 is the space
     vocabulary = dict(zip(pieces, range(vocab_size), strict=False))
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -87,7 +87,7 @@ def serving(engine: Any, tokenizer: Tokenizer, vocab_size: int, options: argpars
 
 
 def run_alone(engine: Any, work: Sequence[Request], at_once: int) -> int:
-    """Serves the requests without a server, at most `at_once` at a time. Returns how many tokens they got."""
+    """Serves the requests without a server, at most `at_once` at a time. Returns the number of generated tokens."""
     waiting, num_open, num_tokens = deque(work), 0, 0
     while waiting or num_open:
         while waiting and num_open < at_once:
@@ -120,7 +120,7 @@ def measure_server(
     wanted = sum(new for _, new in work)
     context = multiprocessing.get_context("spawn")
     with serving(engine, tokenizer, vocab_size, options) as server, ProcessPoolExecutor(1, context) as clients:
-        clients.submit(stream, server.port, [([1], 1)] * 2, 2).result()  # the process has started, the code is warm
+        clients.submit(stream, server.port, [([1], 1)] * 2, 2).result()  # start the process and warm up its code
         slices_begin, cpu_begin, loop_begin = engine.stats().num_slices, time.process_time(), server.loop_seconds()
         seconds, answers = clients.submit(stream, server.port, work, options.clients).result()
         cpu, loop = time.process_time() - cpu_begin, server.loop_seconds() - loop_begin

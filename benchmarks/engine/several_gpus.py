@@ -1,14 +1,14 @@
 """Two GPUs against one: `python -m benchmarks.engine.several_gpus`.
 
-  attention  tensor parallel: a call with its KV heads over the GPUs; on one GPU all heads, and one GPU's share of them
+  attention  tensor parallel: a call with KV heads sharded over the GPUs, against one GPU with all heads or one share
   context    one sequence, its blocks over the GPUs: `context_parallel_attention` against `paged_attention`
-  engine     tensor parallel: an engine for a model of Llama-3-8B's shape (examples/lib/llama.py), whose caches are
-             sharded over the GPUs, with a number of the requests of benchmarks/engine/throughput.py
-  engines    data parallel: an engine on each GPU, each with as many of the same requests, model x number
+  engine     tensor parallel: an engine for a model of Llama-3-8B's shape (examples/lib/llama.py), with caches sharded
+             over the GPUs, on some of the requests of benchmarks/engine/throughput.py
+  engines    data parallel: an engine on each GPU, all with the same requests; shapes are model x number of requests
 
-Before a part is timed, its results on several GPUs are compared with the results of one GPU. The collectives of calls
-of attention are counted: none may return an array of the size of a device's part of a cache, and nothing may copy one.
-Times are microseconds of a call or of all requests. For other options of XLA set XLA_FLAGS.
+Before a part is timed, its results on several GPUs are compared with the results of one GPU. The collectives of
+attention calls are counted. None may return an array as large as a device's part of a cache, and nothing may copy one.
+Times are microseconds per call or for all requests. Set XLA_FLAGS for other options of XLA.
 
     python -m benchmarks.engine.several_gpus --parts attention --shapes 64x2048
     XLA_FLAGS=--xla_force_host_platform_device_count=2 python -m benchmarks.engine.several_gpus --toy    # on a CPU
@@ -44,13 +44,13 @@ SHAPES = dict(
     engines=("1bx1024",),
 )
 TOY_SHAPES = dict(attention=("3x50",), context=("1x100",), engine=("20",), engines=("toyx20",))
-# Of the tensor parallel engine: seats, most new tokens of a chunk and of a request, and blocks.
+# Tensor parallel engine: seats, most new tokens of a chunk and of a request, and blocks.
 ENGINE_SIZES, TOY_ENGINE_SIZES = (512, 512, 1024, 16_384), (8, 16, 64, 128)
 LAYERS, TOY_LAYERS = 32, 3
 
 
 def engine(count: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
-    """Microseconds of the requests, and their tokens."""
+    """Microseconds for all requests, and their tokens."""
     max_num_seqs, chunk_tokens, longest, num_blocks = TOY_ENGINE_SIZES if toy else ENGINE_SIZES
     config = dataclasses.replace(TOY if toy else LLAMA_3_8B, num_layers=TOY_LAYERS if toy else LAYERS)
     graph, shapes = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))))
@@ -58,7 +58,7 @@ def engine(count: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
     work = workload(int(count), longest)
 
     def run(model: Llama, mesh: Mesh | None) -> tuple[float, list[list[float]]]:
-        """Microseconds, and the logprobs of the tokens of a few prompts."""
+        """Microseconds for all requests, and the logprobs of a few prompts."""
         made = create_engine(
             model,
             config,
@@ -78,7 +78,7 @@ def engine(count: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
 
 
 def engines(shape: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
-    """Microseconds of the requests on one engine, and on as many as GPUs, each with all of them; and their tokens."""
+    """Microseconds for all requests on one engine, and on one engine per GPU that each serve all; and their tokens."""
     name, count = shape.split("x")
     config, sizes = CONFIGS[name], SIZES[name]
     work = workload(int(count), sizes.longest)
@@ -106,7 +106,7 @@ def engines(shape: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
 
 
 def time_work(engine: Engine, work: Sequence[Request]) -> float:
-    """Microseconds."""
+    """Microseconds for all of `work`."""
     begin = time.perf_counter()
     if run_work(engine, work) != sum(new for _, new in work):
         raise AssertionError("not all tokens came")

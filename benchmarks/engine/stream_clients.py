@@ -1,4 +1,4 @@
-"""Clients of examples/serve.py that stream completions, in a process of their own, with little work for each event."""
+"""Clients of examples/serve.py that stream completions in their own process, with little work per event."""
 
 import asyncio
 import dataclasses
@@ -6,12 +6,12 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 
-END = b"0\r\n\r\n"  # of a chunked body
+END = b"0\r\n\r\n"  # end of a chunked body
 
 
 @dataclasses.dataclass
 class Streamed:
-    """What one client read of one answer."""
+    """One answer, as its client read it."""
 
     text: str
     num_tokens: int
@@ -20,7 +20,7 @@ class Streamed:
 
 
 class Client(asyncio.Protocol):
-    """One connection, which asks for one completion after the other."""
+    """One connection, which requests one completion after another."""
 
     def __init__(self, bodies: Iterator[tuple[int, bytes]], answers: dict[int, tuple[bytes, float]]):
         self._bodies, self._answers = bodies, answers
@@ -63,7 +63,7 @@ def read_answer(received: bytes, first: float) -> Streamed:
 
 
 def stream(port: int, work: Sequence[tuple[list[int], int]], num_clients: int) -> tuple[float, list[Streamed]]:
-    """The seconds that all requests took, and the answer to each. Each client asks again once it was answered."""
+    """The seconds for all requests, and the answer to each. A client sends its next request after each answer."""
     common = dict(temperature=0, stream=True, stream_options={"include_usage": True})
     bodies = [json.dumps(dict(prompt=prompt, max_tokens=new) | common).encode() for prompt, new in work]
     answers: dict[int, tuple[bytes, float]] = {}

@@ -3,14 +3,14 @@
     python -m benchmarks.engine.vllm_peer --requests 2048 1024 512 --rates 5 10 20    # about four minutes on a GPU
     python -m benchmarks.engine.vllm_peer --requests --rates --rollout                # two minutes
 
-A model of Llama-3-8B's shape or of --model, random bfloat16 weights, greedy, no stop tokens, no texts. vLLM runs with
-its defaults, its engine in a process of its own. Rows as in `benchmarks.engine.throughput` and
-`benchmarks.engine.online`. JAX stays on the CPU, so that vLLM has the GPU. Let nothing else run on the machine: vLLM's
-scheduler computes on a CPU in each step. Both modules take the first of as many
-requests as the largest number of --requests, so give both the same largest number.
+A model of Llama-3-8B's shape or of --model, with random bfloat16 weights, greedy, no stop tokens, no text. vLLM runs
+with its defaults, with its engine in a separate process. Rows are the same as in `benchmarks.engine.throughput` and
+`benchmarks.engine.online`. JAX stays on the CPU, so that vLLM has the GPU. Run nothing else on the machine: vLLM's
+scheduler computes on a CPU in each step. The largest number of --requests determines the requests of both modules, so
+give both the same one.
 
-With --rollout, the rounds of `benchmarks.engine.rollout`: at temperature 1, with logprobs of the drawn tokens. Between
-them its prefix cache is emptied, as after an update, which itself is neither done nor timed.
+--rollout runs the rounds of `benchmarks.engine.rollout`, at temperature 1, with logprobs of the drawn tokens. Between
+rounds the prefix cache is emptied, as after an update of the weights. The update itself is neither run nor timed.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from benchmarks.harness import add_output, open_store
 from jaxpaged import Completion, RequestOutput, SamplingParams
 from lib.llama_config import LlamaConfig
 
-THETA = 500_000.0  # of the rotary embedding, as benchmarks/engine/model.py has it
+THETA = 500_000.0  # rotary base, as in benchmarks/engine/model.py
 
 
 def hugging_face_config(config: LlamaConfig) -> dict[str, Any]:
@@ -60,9 +60,9 @@ def hugging_face_config(config: LlamaConfig) -> dict[str, Any]:
 
 
 class VllmEngine:
-    """`add_request` and `step` as an `Engine` has them, and `generate`; greedy."""
+    """vLLM with the `add_request` and `step` of an `Engine`, and `generate`; greedy."""
 
-    seconds_to_spare = 0.0  # a step begins with the requests that there are
+    seconds_to_spare = 0.0  # a step starts at once, with the requests that have arrived
 
     def __init__(self, config: LlamaConfig, folder: str, *, max_length: int):
         import vllm
@@ -82,7 +82,7 @@ class VllmEngine:
         )
 
     def forget_prompts(self) -> None:
-        """Empties its prefix cache, so that a run finds no prompt of the run before."""
+        """Empties the prefix cache, so that a run finds no prompt of the previous run."""
         require(self._llm.reset_prefix_cache(), "vLLM's prefix cache is still in use")
 
     @property

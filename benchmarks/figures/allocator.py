@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.allocator.operations import SWEEPS
-from benchmarks.figures.drawing import begin, draw_a_file, save
+from benchmarks.figures.drawing import begin, draw_result_file, save
 
 AXES = {"batch": "num_seqs", "pool": "num_blocks", "held": "held"}
 # Colours that the colour-blind can tell apart (Okabe and Ito).
@@ -24,7 +24,7 @@ STYLES = (
 
 
 def label(title: str, point: Any) -> str:
-    """What stands under a panel, one of whose points this is."""
+    """The label of a panel's x axis, from the panel's title and one of its points."""
     if title == "batch":
         return f"sequences\n({point.length} tokens each, {point.num_blocks} blocks)"
     if title == "pool":
@@ -32,13 +32,13 @@ def label(title: str, point: Any) -> str:
     return f"part of the pool held\n({point.num_seqs} sequences, {point.num_blocks} blocks)"
 
 
-def draw(kept: dict[str, Any], path: Path) -> None:
-    """`kept`: what benchmarks/allocator/operations.py wrote."""
+def draw(content: dict[str, Any], path: Path) -> None:
+    """`content`: the result file of benchmarks/allocator/operations.py."""
     figure, axes = begin().subplots(1, len(SWEEPS), figsize=(10, 4.4), sharey=True)
     for axis, (title, points) in zip(axes, SWEEPS.items(), strict=True):
         sizes = {(p.num_seqs, p.num_blocks, p.max_blocks, p.length) for p in points}
         lines: dict[str, list[tuple[float, float]]] = {}
-        for result in kept["points"].values():
+        for result in content["points"].values():
             if (
                 "operation" in result
                 and tuple(result[n] for n in ("num_seqs", "num_blocks", "max_blocks", "length")) in sizes
@@ -53,13 +53,13 @@ def draw(kept: dict[str, Any], path: Path) -> None:
         axis.grid(linewidth=0.4, alpha=0.6)
     axes[0].set_ylabel("microseconds a step, inside one jit")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=6)
-    figure.suptitle(f"The allocator's operations, {kept['device']}, jax {kept['jax']}")
+    figure.suptitle(f"The allocator's operations, {content['device']}, jax {content['jax']}")
     figure.tight_layout(rect=(0, 0.08, 1, 1))
     save(figure, path)
 
 
 def main() -> None:
-    draw_a_file(draw, __doc__, "allocator/operations.py")
+    draw_result_file(draw, __doc__, "allocator/operations.py")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""What the tables of docs/ are made of: points of result files, names of points, cells."""
+"""Shared parts of the tables of docs/: points of result files, names of points, cells."""
 
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-Points = Callable[[str], dict[str, Any]]  # of a result file by its name, such as h100/decode
+Points = Callable[[str], dict[str, Any]]  # reads a result file by its name, such as h100/decode
 
-LENGTHS = {  # by the word in place of a length, of sequences and tokens
+LENGTHS = {  # by the word that replaces a length
     "": "{} x {}",
     "ragged": "{} x 1..{}, uniform",
     "outlier": "{}, one of {}, the others of 1024",
@@ -31,7 +31,7 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def label(name: str) -> str:
-    """What the page calls a point of benchmarks/kernels/points.py; 32/8 heads are not named."""
+    """The name on the page for a point of benchmarks/kernels/points.py. It leaves out 32/8 heads."""
     heads, shape, *options = name.split()
     seqs, kind, length = re.fullmatch(r"(\d+)x([a-z]*)(\d+)", shape).groups()  # type: ignore[union-attr]
     text = LENGTHS[kind].format(seqs, length)
@@ -45,6 +45,6 @@ def us(value: float) -> str:
 
 
 def machine(content: dict[str, Any]) -> str:
-    """Of a result file, in a word or two."""
+    """The machine of a result file, in a word or two."""
     device = content["device"].removeprefix("NVIDIA ").removesuffix(" 80GB HBM3")
     return "a CPU" if device == "cpu" else device.replace("x86_64, 2 cores", "2 cores of a CPU")

@@ -1,10 +1,10 @@
-"""Time over the floor against the bytes a call reads, from what benchmarks/kernels/decode.py wrote.
+"""Plots time over the floor against the bytes that a call reads, from results of benchmarks/kernels/decode.py.
 
     python -m benchmarks.figures.decode benchmarks/results/h100/decode.json docs/decode_h100.svg
     python -m benchmarks.figures.decode benchmarks/results/h200/decode.json docs/decode_h200.svg
 
-Several files of results may be given, of one machine: pieces of one run. One panel for each pair of heads; the points
-of the grid only. Needs matplotlib: pip install "jaxpaged[plot]".
+Several result files of one machine may be given, if a run was cut into pieces. Each pair of head counts has a panel.
+Only the points of the grid are drawn. Needs matplotlib: pip install "jaxpaged[plot]".
 """
 
 import argparse
@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.figures.drawing import begin, save
 
-# How each is called and drawn; colours that the colour-blind can tell apart (Okabe and Ito).
+# Label and style of each; the colours suit colour-blind readers (Okabe and Ito).
 SERIES = {
     "jaxpaged": ("#0072B2", "o"),
     "fa3": ("#D55E00", "^"),
@@ -28,7 +28,7 @@ LABELS = {
     "xqa": "FlashInfer, XQA",
 }
 
-Panel = dict[str, list[tuple[float, float]]]  # who -> (bytes, time over floor), sorted
+Panel = dict[str, list[tuple[float, float]]]  # method -> (bytes, time over floor), sorted
 
 
 def read(paths: list[Path]) -> tuple[str, dict[str, Any]]:
@@ -46,8 +46,8 @@ def read(paths: list[Path]) -> tuple[str, dict[str, Any]]:
 
 
 def panels(results: dict[str, Any]) -> dict[str, Panel]:
-    """By heads, in the order of their first point: what is drawn. Points with options, such as a window, are left out,
-    and peers that failed."""
+    """The drawn points by heads, in the order of their first point, without points that have options and peers that
+    failed."""
     found: dict[str, Panel] = {}
     for name, result in results.items():
         heads, *rest = name.split()
@@ -55,10 +55,10 @@ def panels(results: dict[str, Any]) -> dict[str, Panel]:
             continue
         panel = found.setdefault(heads, {})
         times = {"jaxpaged": result["us"]}
-        times |= {who: peer["us"] for who, peer in result.get("peers", {}).items() if "us" in peer}
-        for who, us in times.items():
-            panel.setdefault(who, []).append((result["bytes"], us / result["floor"]))
-    return {heads: {who: sorted(points) for who, points in panel.items()} for heads, panel in found.items()}
+        times |= {method: peer["us"] for method, peer in result.get("peers", {}).items() if "us" in peer}
+        for method, us in times.items():
+            panel.setdefault(method, []).append((result["bytes"], us / result["floor"]))
+    return {heads: {method: sorted(points) for method, points in panel.items()} for heads, panel in found.items()}
 
 
 def draw(machine: str, drawn: dict[str, Panel], path: Path) -> None:
@@ -72,17 +72,17 @@ def draw(machine: str, drawn: dict[str, Panel], path: Path) -> None:
     )
     labels: dict[str, Any] = {}
     for axis, (heads, panel) in zip(axes.flat, drawn.items(), strict=False):
-        for who, points in panel.items():
-            colour, marker = SERIES[who]
+        for method, points in panel.items():
+            colour, marker = SERIES[method]
             sizes, ratios = zip(*points, strict=True)
-            (labels[who],) = axis.plot(
+            (labels[method],) = axis.plot(
                 *(sizes, ratios),
                 color=colour,
                 marker=marker,
-                markersize=6 if who == "jaxpaged" else 5,
-                markerfacecolor=colour if who == "jaxpaged" else "none",
+                markersize=6 if method == "jaxpaged" else 5,
+                markerfacecolor=colour if method == "jaxpaged" else "none",
                 linestyle="none",
-                zorder=3 if who == "jaxpaged" else 2,
+                zorder=3 if method == "jaxpaged" else 2,
             )
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set_title(f"{heads} heads")
@@ -99,7 +99,7 @@ def draw(machine: str, drawn: dict[str, Panel], path: Path) -> None:
     for row in axes:
         row[0].set_ylabel("time over the read floor")
     figure.suptitle(f"Paged decode, bfloat16, head_dim 128, block 16, shuffled tables, cold L2\n{machine}")
-    figure.legend(labels.values(), [LABELS[who] for who in labels], loc="lower center", ncols=len(labels))
+    figure.legend(labels.values(), [LABELS[method] for method in labels], loc="lower center", ncols=len(labels))
     figure.tight_layout(rect=(0, 0.06, 1, 1))
     save(figure, path)
 

@@ -1,4 +1,4 @@
-"""How every figure is drawn and saved, and the command of a figure that one result file makes."""
+"""Shared style and saving of all figures, and the command line of a figure made from one result file."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ def begin() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")  # no display
-    matplotlib.rcParams["svg.hashsalt"] = "jaxpaged"  # the same ids, so that an unchanged figure is an unchanged file
+    matplotlib.rcParams["svg.hashsalt"] = "jaxpaged"  # fixed ids: the same figure gives the same file
     # Legible where a page shows 10 inches in 700 pixels.
     matplotlib.rcParams |= dict.fromkeys(("font.size", "axes.titlesize", "figure.titlesize", "legend.fontsize"), 11)
     from matplotlib import pyplot
@@ -21,13 +21,13 @@ def begin() -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    # No date: drawing the same figures again gives the same file.
+    # No date, for the same reason.
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
     begin().close(figure)
 
 
-def draw_a_file(draw: Callable[[dict[str, Any], Path], None], description: str, made_by: str) -> None:
-    """The command: `draw` gets what the result file holds, and the figure's path."""
+def draw_result_file(draw: Callable[[dict[str, Any], Path], None], description: str, made_by: str) -> None:
+    """The command line: calls `draw` with the contents of the result file and the figure's path."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help=f"the JSON file of {made_by}")
     parser.add_argument("figure", type=Path, help="an .svg or .png file")

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.figures.cells import Points, label, table, us
 
-SHAPES = (  # of the peers' table
+SHAPES = (  # rows of the peers' table
     *("1x512", "1x8192", "1x32768", "1x131072", "8x2048", "8x8192", "32x2048", "64x2048"),
     *("128x1024", "256x1024", "64xragged8192", "64x8192"),
 )
@@ -115,15 +115,15 @@ def plans(points: Points) -> str:
 
 
 def outliers(points: Points) -> str:
-    """By how much longer the one sequence is than the others."""
+    """Rows by how much longer the one sequence is than the others."""
     found: dict[int, list[Any]] = {}
     for name, point in points("h100/outliers").items():
         _, length, longest = map(int, re.findall(r"\d+", name))
         found.setdefault(longest // length, []).append(point)
     rows = []
-    for factor, its in sorted(found.items()):
-        row = [str(factor), str(len(its))]
-        ratios = [point["default"] / point["floor"] for point in its]
+    for factor, group in sorted(found.items()):
+        row = [str(factor), str(len(group))]
+        ratios = [point["default"] / point["floor"] for point in group]
         row.append(f"{statistics.geometric_mean(ratios):.2f}, at most {max(ratios):.2f}")
         rows.append(row)
     return table(("times as long", "batches", "time / floor"), rows)

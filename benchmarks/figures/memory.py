@@ -1,4 +1,4 @@
-"""Two figures by arithmetic, of no measurement: the memory of a served chat log, and the blocks of a small pool.
+"""Two computed figures, not measured: the memory of a served chat log, and the blocks of a small pool.
 
     python -m benchmarks.figures.memory      # writes docs/memory.svg and docs/pool.svg
 
@@ -25,8 +25,8 @@ REQUESTS = 1024
 
 
 def seat_lengths(requests: Sequence[tuple[int, int]], num_seats: int) -> np.ndarray:
-    """[steps, seats], the tokens in each seat. A free seat takes the next request (its prompt, its new tokens) with
-    the whole prompt; each step adds one token, until the request has all."""
+    """[steps, seats], the tokens in each seat. The next request (its prompt, its new tokens) enters a free seat with
+    its whole prompt. Each step adds one token until the request is complete."""
     waiting = deque(requests)
     lengths, left = np.zeros(num_seats, int), np.zeros(num_seats, int)
     steps = []
@@ -40,12 +40,12 @@ def seat_lengths(requests: Sequence[tuple[int, int]], num_seats: int) -> np.ndar
 
 
 def token_bytes(dtype: str) -> int:
-    """Of the shape of Llama-3-8B."""
+    """Bytes of one token's keys and values in Llama-3-8B's shape."""
     return cache_capacity(10**9, [1], num_layers=32, num_kv_heads=8, head_dim=128, dtype=dtype).bytes_per_token
 
 
 def draw_memory(path: Path) -> None:
-    """Gigabytes of the cache in each step: contiguous for the longest request, in blocks, and of the tokens."""
+    """Gigabytes of the cache in each step: contiguous for the longest request, in blocks, and tokens alone."""
     pyplot = begin()
     sizes = SIZES["8b"]
     lengths = seat_lengths([(len(prompt), new) for prompt, new in workload(REQUESTS, sizes.longest)], sizes.seats)
@@ -75,7 +75,7 @@ def draw_memory(path: Path) -> None:
 
 
 def frames() -> Iterator[tuple[str, BlockAllocator]]:
-    """What is done, and the pool after it."""
+    """Each operation, and the pool after it."""
     allocator = BlockAllocator.create(num_blocks=50, block_size=4, num_seqs=5, max_blocks_per_seq=16)
 
     def append(done: str, num_steps: int, *num_tokens: int) -> Iterator[tuple[str, BlockAllocator]]:
@@ -95,7 +95,7 @@ def frames() -> Iterator[tuple[str, BlockAllocator]]:
 
 
 def draw_pool(path: Path) -> None:
-    """The pool while sequences grow, are forked and freed: one picture after the other."""
+    """An animation of the pool while sequences grow, are forked and are freed."""
     shown = list(frames())
     figure = begin().figure(figsize=(5, 3.1))
     for i, (done, allocator) in enumerate(shown):
@@ -112,7 +112,7 @@ def draw_pool(path: Path) -> None:
 
 
 def style(num_pictures: int) -> str:
-    """Each of the groups `picture0`, `picture1`, ... for a second, in turn; the last one if nothing may move."""
+    """Shows each of the groups `picture0`, `picture1`, ... for a second; only the last one under reduced motion."""
     rules = [
         "@keyframes turn { 0% { visibility: visible } " + f"{100 / num_pictures:.4f}% {{ visibility: hidden }} }}",
         f"g[id^=picture] {{ visibility: hidden; animation: turn {num_pictures}s step-end infinite }}",

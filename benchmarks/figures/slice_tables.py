@@ -1,11 +1,11 @@
-"""Tables of docs/engine_design.md: where the time of the engine's slices goes, from the files of benchmarks/results."""
+"""Tables of docs/engine_design.md, where the time of the engine's slices goes, from the files of benchmarks/results."""
 
 import re
 
 from benchmarks.engine.model import CONFIGS
 from benchmarks.figures.cells import Points, table
 
-KERNELS = {  # of a step of the engine, by their names
+KERNELS = {  # kernels of an engine's step, by their names
     "matrix products": "^nvjet|splitK",
     "attention of steps of single tokens": "^paged_(decode|latent)",
     "attention of steps with chunks": "^paged_prefill",
@@ -13,7 +13,7 @@ KERNELS = {  # of a step of the engine, by their names
     "writes to the cache": "^input_scatter",
 }
 V2LITE = CONFIGS["v2lite"]
-SLICES = {  # by how the file calls them
+SLICES = {  # by their names in the file
     "1_step_us": "one step, the default for an 8B model",
     "2_steps_us": "two steps",
     "2_steps_at_once_us": "two steps, `step` called at once",
@@ -24,19 +24,19 @@ SHOWN = {"single_64": "64 rows, ms", "single_384": "384 rows, ms"}
 
 
 def engine_profile(points: Points) -> str:
-    """Milliseconds of a run, and of the same steps by themselves."""
+    """Milliseconds of a run, and of the same steps alone."""
     found = points("h100/engine_profile")
     run, steps = found["run"], found["steps"]
 
-    def of_kernels(kernels: dict[str, list[float]], busy: float) -> dict[str, float]:
+    def split_by_kernel(kernels: dict[str, list[float]], busy: float) -> dict[str, float]:
         parts = {
             name: sum(us for kernel, (us, _) in kernels.items() if re.search(pattern, kernel)) / 1e3
             for name, pattern in KERNELS.items()
         }
         return parts | {"other kernels": busy - sum(parts.values())}
 
-    in_run = of_kernels(found["kernels of the run"], run["busy"])
-    each = {kind: of_kernels(found[f"kernels of {kind}"], found[kind]["busy"]) for kind in steps}
+    in_run = split_by_kernel(found["kernels of the run"], run["busy"])
+    each = {kind: split_by_kernel(found[f"kernels of {kind}"], found[kind]["busy"]) for kind in steps}
     alone = {name: f"{sum(count * each[kind][name] for kind, count in steps.items()):.0f}" for name in in_run}
     idle = {"conditions of loops": "condition", "gaps between kernels": "gaps", "between slices": "between"}
     in_run |= {name: run[key] for name, key in idle.items()}
@@ -54,7 +54,7 @@ def slices(points: Points) -> str:
 
 
 def latent_profile(points: Points) -> str:
-    """Two steps, and the steps of a run, each as long as by itself; beside the times of their bytes and products."""
+    """Times of two steps and of a run's steps, each measured alone, next to the times of their bytes and products."""
     profile, throughput = points("h100/engine_profile_v2lite"), points("h100/engine_v2lite_384")
     counts = throughput["engine 1024"]["steps"]
     times = {kind: _latent_times(profile[kind], profile[f"kernels of {kind}"]) for kind in counts}
@@ -71,7 +71,7 @@ def latent_profile(points: Points) -> str:
 
 
 def _latent_times(figures: dict[str, float], kernels: dict[str, list[float]]) -> dict[str, float]:
-    """Microseconds of a step. The products of its layers are told apart by their times."""
+    """Microseconds of a step. The products of its layers are distinguished by their times."""
     products = sorted(((us, launches) for name, (us, launches) in kernels.items() if "nvjet" in name), reverse=True)
     head = sum(us for us, launches in products if launches < V2LITE.num_layers)
     gate_up, down, *others = (us for us, launches in products if launches >= V2LITE.num_layers)
@@ -88,22 +88,22 @@ def _latent_times(figures: dict[str, float], kernels: dict[str, list[float]]) ->
 
 
 def _latent_floor(kind: str, kv_tokens: float, measured: dict[str, float]) -> dict[str, float]:
-    """Microseconds that the bytes or the products of a step take, whichever is longer, at the measured rates."""
+    """Microseconds that the bytes or the products of a step need, whichever is longer, at the measured rates."""
     c, latent, rows = V2LITE, V2LITE.latent, int(kind.split("_")[1])
     assert latent is not None
     width = latent.kv_lora_rank + latent.qk_rope_head_dim
     projections = c.features * (c.num_heads * (c.head_dim + latent.qk_rope_head_dim) + width)
-    by_head = c.num_heads * latent.kv_lora_rank * (c.head_dim + latent.v_head_dim)
+    head_weights = c.num_heads * latent.kv_lora_rank * (c.head_dim + latent.v_head_dim)
     out = c.num_heads * latent.v_head_dim * c.features
 
-    def of_product(num_weights: int, rows: float) -> float:
+    def product_time(num_weights: int, rows: float) -> float:
         return 2e6 * num_weights * max(1 / measured["read_bytes_per_s"], rows / measured["flops_per_s"])
 
     mlp, head = c.features * c.hidden_features, c.features * c.vocab_size
-    of_head = of_product(head, measured["seats"] if kind.startswith("mixed") else rows)
+    head_time = product_time(head, measured["seats"] if kind.startswith("mixed") else rows)
     return {
-        "gate and up, and the head": c.num_layers * of_product(2 * mlp, rows) + of_head,
-        "down": c.num_layers * of_product(mlp, rows),
-        "the five products of attention": c.num_layers * of_product(projections + by_head + out, rows),
+        "gate and up, and the head": c.num_layers * product_time(2 * mlp, rows) + head_time,
+        "down": c.num_layers * product_time(mlp, rows),
+        "the five products of attention": c.num_layers * product_time(projections + head_weights + out, rows),
         "attention": 1e6 * c.num_layers * kv_tokens * 2 * width / measured["read_bytes_per_s"],
     }

@@ -47,33 +47,33 @@ SEVERAL_GPUS = {
 def engine(points: Points) -> str:
     ours, peer, rows = points("h200/engine"), points("h200/vllm"), []
     for name in ("engine 512", "engine 1024", "engine 2048"):
-        p, of_peer = ours[name], peer[name]
+        p, theirs = ours[name], peer[name]
         shares = (f"{p[share]:.0%}" for share in ("of_steps", "of_floor"))
-        of_vllm = f"{of_peer['tokens_per_s']:,.0f}" if of_peer["tokens"] == p["tokens"] else ""  # else other requests
-        rows.append([f"{p['requests']:,}", f"{p['tokens']:,}", f"{p['tokens_per_s']:,.0f}", *shares, of_vllm])
+        vllm_rate = f"{theirs['tokens_per_s']:,.0f}" if theirs["tokens"] == p["tokens"] else ""  # else not comparable
+        rows.append([f"{p['requests']:,}", f"{p['tokens']:,}", f"{p['tokens_per_s']:,.0f}", *shares, vllm_rate])
     head = "requests", "new tokens", "tokens a second", "of its steps", "of the floor", "vLLM's tokens a second"
     return table(head, rows)
 
 
 def beside_vllm(points: Points) -> str:
-    """Tokens a second of the engine and of vLLM at its defaults, for the same requests on one machine."""
+    """Tokens per second of the engine and of vLLM at its defaults, for the same requests on one machine."""
     rows = []
     for model, name in {"1b": "Llama 3.2 1B", "8b": "Llama 3 8B"}.items():
         ours, peer = points(f"h100/engine_{model}"), points(f"h100/vllm_{model}")
         for count in (2048, 1024, 512):
-            rates = [of[f"engine {count}"]["tokens_per_s"] for of in (ours, peer)]
+            rates = [result[f"engine {count}"]["tokens_per_s"] for result in (ours, peer)]
             rows.append([name, f"{count:,}", *(f"{rate:,.0f}" for rate in rates), f"{rates[0] / rates[1]:.2f}"])
     return table(("shape of", "requests at once", "jaxpaged", "vLLM 0.25.1", "ratio"), rows)
 
 
 def arrivals(points: Points) -> str:
-    """The median and the 99th percentile of how long a request waits for tokens."""
+    """The median and the 99th percentile of a request's wait for tokens."""
     engines, rows = (points("h200/engine_online"), points("h200/vllm")), []
     for rate in (5, 10):  # the engine's run was cut off before 20
         row = [str(rate)]
         for wait, decimals in {"to_first_ms": 0, "between_tokens_ms": 1}.items():
-            of_engines = (of[f"{rate} a second"][wait] for of in engines)
-            row += [f"{of['p50']:.{decimals}f}, {of['p99']:.{decimals}f}" for of in of_engines]
+            waits = (engine[f"{rate} a second"][wait] for engine in engines)
+            row += [f"{quantiles['p50']:.{decimals}f}, {quantiles['p99']:.{decimals}f}" for quantiles in waits]
         rows.append(row)
     return table(("requests a second", "first token, engine", "vLLM", "between tokens, engine", "vLLM"), rows)
 
@@ -84,12 +84,12 @@ def host_memory(points: Points) -> str:
         found = points(f"{gpu}/host_tier")
         ways = ("host_ms", "with", "conversations"), ("computed_ms", "without", "conversations without host memory")
         for first, among, talks in ways:
-            of_talks = found[talks]
+            result = found[talks]
             columns.append(
                 {
                     "a lost prompt: its first token, ms": f"{found['evicted'][first]:.0f}",
-                    "conversations: found, of what an endless pool finds": f"{of_talks['found_of_endless']:.1%}",
-                    "conversations: new tokens a second": f"{of_talks['new_tokens_per_s']:,.0f}",
+                    "conversations: found, of what an endless pool finds": f"{result['found_of_endless']:.1%}",
+                    "conversations: new tokens a second": f"{result['new_tokens_per_s']:,.0f}",
                     "nothing in common: new tokens a second": f"{found['nothing to find'][among]:,.0f}",
                 }
             )
@@ -211,14 +211,14 @@ def text_drafts(points: Points) -> str:
 
 
 def drafts(points: Points) -> str:
-    """How many times the tokens a second of an engine without drafts."""
-    found, of_tail = points("h100/engine_drafts"), points("h100/engine_drafts_tail")
+    """Speedup over an engine without drafts."""
+    found, tail = points("h100/engine_drafts"), points("h100/engine_drafts_tail")
     rows = []
     for what in ("8 seats", "64 seats", "256 seats", "512 requests", "1024 requests"):
         is_whole = f"{what}, none" in found
-        of = found if is_whole else of_tail
-        ways = (of.get(f"{what}, {way}") for way in ("70% right", "useless", "own tokens"))
-        none = of[f"{what}, none"]["tokens_per_s"]
+        source = found if is_whole else tail
+        ways = (source.get(f"{what}, {way}") for way in ("70% right", "useless", "own tokens"))
+        none = source[f"{what}, none"]["tokens_per_s"]
         over = (f"{way['tokens_per_s'] / none:.2f}" if way else "" for way in ways)
         rows.append([what.replace("1024", "1,024"), "32" if is_whole else "8", *over])
     return table(("", "layers", "70% right", "never right", "from the text"), rows)

@@ -1,7 +1,7 @@
 """Writes the tables of README.md and docs/ from benchmarks/results: `python -m benchmarks.figures.tables`.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a key of `TABLES`. Below it stand the files
-that it is made from, with the machine and the commit of each. All other text stays.
+A table is between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a key of `TABLES`. Below the table are its source
+files, with the machine and the commit of each. Other text does not change.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def points(name: str) -> dict[str, Any]:
 
 
 def with_sources(table: Callable[[Points], str]) -> str:
-    """The table, and below it what its files say of machine and commit."""
+    """The table, and below it its files with their machines and commits."""
     read: dict[str, dict[str, Any]] = {}
 
     def points(name: str) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def source(name: str, content: dict[str, Any]) -> str:
 
 
 def filled(text: str) -> str:
-    """`text` with every table as the result files have it."""
+    """`text` with every table made from the result files."""
     return re.sub(
         r"(<!-- table: (.*?) -->\n).*?(<!-- end -->)",
         lambda found: f"{found[1]}{with_sources(TABLES[found[2]])}\n{found[3]}",

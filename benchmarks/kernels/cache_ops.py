@@ -1,10 +1,10 @@
-"""The cache's operations against what the machine can copy: `python -m benchmarks.kernels.cache_ops`.
+"""The cache's operations against the copy rate of the machine: `python -m benchmarks.kernels.cache_ops`.
 
 Every operation is checked before it is timed. `bytes` are the bytes that it must move: each is read once and written
-once. `% copy` divides their rate by that of a plain copy of 512 MB in the same run. Times are device time a call, of
-calls in one jit whose cache is donated.
+once. `% copy` divides their rate by the rate of a plain copy of 512 MB in the same run. Times are device time per call,
+for calls in one jit that donates its cache.
 
-`--operations copy gather` measures only these, `--toy` uses toy sizes, to see on any machine that it runs.
+`--operations copy gather` measures only these two. `--toy` uses toy sizes, to try the program out on any machine.
 """
 
 import argparse
@@ -38,7 +38,7 @@ class Sizes:
     copied_blocks: int = 512
     gathered: tuple[int, int] = (64, 1024)  # sequences, tokens of each
     copied_bytes: int = 512_000_000
-    seconds: float = 0.05  # of timing a measurement
+    seconds: float = 0.05  # spent on timing each measurement
 
 
 TOY = Sizes(
@@ -56,8 +56,8 @@ TOY = Sizes(
 )
 
 
-def carried_microseconds(chain: Callable[..., Any], state: Any, args: tuple, num_calls: int, seconds: float) -> float:
-    """Device time of one of the `num_calls` calls that `chain` makes; its result is donated to the next repetition."""
+def donated_microseconds(chain: Callable[..., Any], state: Any, args: tuple, num_calls: int, seconds: float) -> float:
+    """Device time of one of the `num_calls` calls in `chain`, whose result is donated to the next repetition."""
     compiled = jax.jit(chain, donate_argnums=0).lower(state, *args).compile()
     state = compiled(jax.tree.map(jnp.copy, state), *args)
 
@@ -70,7 +70,7 @@ def carried_microseconds(chain: Callable[..., Any], state: Any, args: tuple, num
 
 
 def copy_rate(sizes: Sizes) -> float:
-    """Bytes read and written a microsecond by a plain elementwise kernel."""
+    """Bytes read and written per microsecond by a plain elementwise kernel."""
 
     def chain(x: jax.Array) -> jax.Array:
         for _ in range(4):
@@ -78,7 +78,7 @@ def copy_rate(sizes: Sizes) -> float:
         return x
 
     x = jnp.zeros(sizes.copied_bytes // 4, jnp.int32)
-    return 2 * x.nbytes / carried_microseconds(chain, x, (), 4, sizes.seconds)
+    return 2 * x.nbytes / donated_microseconds(chain, x, (), 4, sizes.seconds)
 
 
 def random_cache(*shape: int) -> KVCache:
@@ -108,7 +108,7 @@ WRITES: dict[str, tuple[Write, dict[str, Any]]] = {
 
 
 def new_slots(num_tokens: int, num_blocks: int, num_calls: int) -> list[jax.Array]:
-    """Slots for each call: for many tokens whole blocks in shuffled order, for few one slot each in other blocks."""
+    """Slots for each call: whole shuffled blocks for many tokens, one slot in each of several blocks for few."""
     rng = np.random.default_rng(0)
     found = []
     for _ in range(num_calls):
@@ -122,14 +122,14 @@ def new_slots(num_tokens: int, num_blocks: int, num_calls: int) -> list[jax.Arra
 
 
 def write_bytes(num_tokens: int, cache: KVCache) -> int:
-    """New tokens are read in bfloat16 and written in the cache's dtype; slots are read, a token's scales written."""
+    """Bytes of tokens read in bfloat16 and written in the cache's dtype, of slots, and of scales written per token."""
     numbers = 2 * num_tokens * KV_HEADS * HEAD_DIM
     scales = 2 * num_tokens * KV_HEADS * 4 if cache.k_scale is not None and cache.k_scale.ndim == 3 else 0
     return numbers * (2 + cache.k.dtype.itemsize) + scales + 4 * num_tokens
 
 
 def check_write(write: Write, cache: KVCache, k: jax.Array, v: jax.Array, slots: jax.Array) -> None:
-    """Every token is in its slot, and the sum over the pool says that nothing else was written."""
+    """Checks that every token is in its slot, and by the sum over the pool that nothing else was written."""
     written = widen_kv(poisoned(jax.jit(write), cache, k, v, slots))
     for pool, tokens in ((written.k, k), (written.v, v)):
         wide = tokens.astype(jnp.float32)
@@ -145,7 +145,7 @@ def check_write(write: Write, cache: KVCache, k: jax.Array, v: jax.Array, slots:
 def measure_writes(sizes: Sizes) -> Iterator[dict[str, Any]]:
     writes = (sizes.prefill_tokens, sizes.prefill_writes), (sizes.decode_tokens, sizes.decode_writes)
     for num_tokens, num_calls in writes:
-        # A prompt's new tokens take turns, so that they are not in the L2 cache; a decode step's were just computed.
+        # New tokens of prompts rotate, so that L2 is cold for them; a decode step reads tokens that were just computed.
         shape = num_tokens, KV_HEADS, HEAD_DIM
         tokens = [
             (random(2 * i, shape=shape, dtype="bfloat16"), random(2 * i + 1, shape=shape, dtype="bfloat16"))
@@ -162,7 +162,7 @@ def measure_writes(sizes: Sizes) -> Iterator[dict[str, Any]]:
                     cache = write(cache, *tokens[i % len(tokens)], one)
                 return cache
 
-            microseconds = carried_microseconds(chain, cache, (tokens, slots), num_calls, sizes.seconds)
+            microseconds = donated_microseconds(chain, cache, (tokens, slots), num_calls, sizes.seconds)
             row = {"operation": name, "size": f"{num_tokens} tokens", "microseconds": microseconds}
             yield row | {"bytes": write_bytes(num_tokens, cache)}
 
@@ -194,13 +194,13 @@ def measure_copies(sizes: Sizes) -> Iterator[dict[str, Any]]:
     for name, copy, state, pairs in cases:
         if state is stack:
             check_copy(copy, stack, *pairs)
-        microseconds, copied = carried_microseconds(copy, state, pairs, 1, sizes.seconds), jnp.count_nonzero(pairs[0])
+        microseconds, copied = donated_microseconds(copy, state, pairs, 1, sizes.seconds), jnp.count_nonzero(pairs[0])
         row = {"operation": name, "size": f"{copied} blocks", "microseconds": microseconds}
         yield row | {"bytes": 2 * int(copied) * block_bytes(stack)}
 
 
 def check_copy(copy: Callable[..., KVCache], stack: KVCache, sources: jax.Array, destinations: jax.Array) -> None:
-    """Every block of the result is the right one, blocks that are no destination included."""
+    """Checks every block of the result, also blocks that are no destination."""
     comes_from = jnp.arange(stack.k.shape[1]).at[destinations].set(sources)
     copied = poisoned(jax.jit(copy), stack, sources, destinations)
     for new, old in ((copied.k, stack.k), (copied.v, stack.v)):
@@ -223,12 +223,12 @@ def measure_gather(sizes: Sizes) -> Iterator[dict[str, Any]]:
         require((got.reshape(pool[tables].shape) == pool[tables]).all(), "gather_kv got others' tokens")
 
     def chain(lengths: jax.Array, cache: KVCache, tables: jax.Array) -> jax.Array:
-        # The next call waits for this one: its lengths are made from one of this one's numbers, of both arrays, or XLA
-        # would gather only one.
+        # The next call must wait for this one, so its lengths depend on a number of both results. With only one XLA
+        # would gather only that one.
         found = jax.lax.optimization_barrier(gather_kv(cache, tables, lengths))
         return lengths + jnp.isnan(found.k[0, 0, 0, 0] + found.v[0, 0, 0, 0]).astype(jnp.int32)
 
-    microseconds = carried_microseconds(chain, lengths, (cache, tables), 1, sizes.seconds)
+    microseconds = donated_microseconds(chain, lengths, (cache, tables), 1, sizes.seconds)
     row = {"operation": "gather_kv", "size": f"{seqs} x {length} tokens", "microseconds": microseconds}
     yield row | {"bytes": 2 * seqs * max_blocks * block_bytes(cache)}
 

@@ -1,21 +1,21 @@
 """Paged decode attention against the floor of its bytes, and against other libraries.
 
-Every point is checked against the reference before it is timed. Times are microseconds a call on the device:
+Every point is checked against the reference before it is timed. Times are microseconds per call on the device:
 
-  us       of calls chained in one jit, as the layers of a model are, everything between the kernels included
+  us       calls chained in one jit, like the layers of a model, including everything between the kernels
   kernels  the kernels alone, by CUPTI, the sum over one call
-  floor    a kernel that only reads the K and V bytes of the point, in the same kind of chain, in the same run; of
-           latents their bytes at the rate of such a kernel
+  floor    a kernel that only reads the K and V bytes of the point, in the same kind of chain and the same run; for
+           latents, their bytes at the rate of such a kernel
 
-The caches take turns, so that L2 is cold. A point that is in the output file already is left out, so that a run may be
-cut into pieces. `--points` names points as they are printed, see benchmarks/kernels/points.py.
+Calls rotate through several caches, so that L2 is cold. Points that the output file already has are skipped, so a run
+can be cut into pieces. `--points` names points as they are printed, see benchmarks/kernels/points.py.
 
     python -m benchmarks.kernels.decode               # the grid
-    python -m benchmarks.kernels.decode --peers fa3   # beside FlashAttention 3
+    python -m benchmarks.kernels.decode --peers fa3   # against FlashAttention 3
     python -m benchmarks.kernels.decode --set variants
-    python -m benchmarks.kernels.decode --set quantised --no-kernels   # 8-bit caches beside bfloat16
-    python -m benchmarks.kernels.decode --set shared   # blocks that sequences share, read once and by each
-    python -m benchmarks.kernels.decode --set latents --peers mla   # beside FlashInfer's kernel for latents
+    python -m benchmarks.kernels.decode --set quantised --no-kernels   # 8-bit caches against bfloat16
+    python -m benchmarks.kernels.decode --set shared   # shared blocks, read once or by each sequence
+    python -m benchmarks.kernels.decode --set latents --peers mla   # against FlashInfer's kernel for latents
 """
 
 import argparse
@@ -44,7 +44,7 @@ from benchmarks.kernels import peers
 from benchmarks.kernels.points import LATENT_SCALE, SETS, Inputs, Point, input_shapes, make_inputs, parse, point_tables
 from jaxpaged import BlockAllocator, paged_attention, paged_attention_reference, tree_mask
 
-MAX_CHECKED = 4  # sequences of a point that are compared with the reference
+MAX_CHECKED = 4  # sequences per point that are compared with the reference
 AT_ONCE = 12  # points that are compiled together
 
 
@@ -67,7 +67,7 @@ def with_scales(
 
 
 def chain(point: Point, attend: Any, q: jax.Array, caches: tuple, block_tables: jax.Array, lengths: jax.Array) -> Any:
-    """As many calls as `point` says, each on the output of the one before. Returns the last output and the first."""
+    """`point.num_calls` calls, each on the output of the previous one. Returns the last output and the first."""
     first = None
     for i in range(point.num_calls):
         out = attend(q, *caches[i % len(caches)], block_tables, lengths)
@@ -77,7 +77,7 @@ def chain(point: Point, attend: Any, q: jax.Array, caches: tuple, block_tables: 
 
 
 def compile_chain(point: Point, attend: Any) -> Any:
-    """`attend`: of q, k_cache, v_cache, block_tables, lengths, and options as `paged_attention`."""
+    """`attend(q, k_cache, v_cache, block_tables, lengths, **options)`, with the options of `paged_attention`."""
     shapes = input_shapes(point)
     call = functools.partial(with_scales, attend, **make_options(point))
     args = shapes.q, shapes.caches[0], shapes.block_tables, shapes.lengths
@@ -94,7 +94,7 @@ def checked_rows(point: Point) -> list[int]:
 @dataclasses.dataclass(frozen=True)
 class Programs:
     ours: Any
-    floor: Any  # None: by the bytes
+    floor: Any  # None: computed from the bytes
     reference: Any
     peers: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -166,7 +166,7 @@ def measure(point: Point, programs: Programs, inputs: Inputs) -> dict[str, Any]:
 
 
 def measure_kernels(point: Point, program: Any, inputs: Inputs) -> dict[str, Any]:
-    """What runs within one call: kernels, and the time of each."""
+    """Kernels that run in one call, and the time of each."""
     args = inputs.q, inputs.caches[0], inputs.block_tables, inputs.lengths
     jax.block_until_ready(program(*args))
     times = kernel_times(lambda: program(*args))
@@ -180,17 +180,17 @@ def measure_kernels(point: Point, program: Any, inputs: Inputs) -> dict[str, Any
     }
 
 
-def of_peer(found: dict[str, Any]) -> str:
+def format_peer(found: dict[str, Any]) -> str:
     if "failed" in found:
         return found["failed"][:80]
     return f"{found['us']:.1f}" + (f" ({found['best']})" if "best" in found else "")
 
 
 def print_row(point: Point, result: dict[str, Any]) -> None:
-    them = "  ".join(f"{name} {of_peer(found)}" for name, found in result.get("peers", {}).items())
+    peers_text = "  ".join(f"{name} {format_peer(found)}" for name, found in result.get("peers", {}).items())
     print(
         f"{point.name:<32} {result['us']:8.1f} {result['floor']:8.1f} {result['over_floor']:6.3f} "
-        f"{result['gigabytes_per_second']:6.0f} {result['error']:8.1e}  {them}",
+        f"{result['gigabytes_per_second']:6.0f} {result['error']:8.1e}  {peers_text}",
         flush=True,
     )
 
@@ -222,9 +222,9 @@ def main(arguments: list[str] | None = None) -> None:
             jobs |= compile_point(point, peer_names, **chosen)
         compiled = compile_all(jobs)
         for point in batch:
-            its_peers = {name: compiled[point, name] for name in peer_names if (point, name) in compiled}
+            point_peers = {name: compiled[point, name] for name in peer_names if (point, name) in compiled}
             ours, floor, reference = (compiled[point, what] for what in ("ours", "floor", "reference"))
-            programs = Programs(ours, floor, reference, its_peers)
+            programs = Programs(ours, floor, reference, point_peers)
             store.add(point.name, measure(point, programs, make_inputs(point)))
             print_row(point, store.points[point.name])
         if not options.no_kernels and jax.default_backend() == "gpu":

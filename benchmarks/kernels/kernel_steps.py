@@ -1,7 +1,7 @@
 """Paged decode attention in the steps of docs/kernel.md, from a gather to a kernel.
 
-The steps take bfloat16, blocks of 16, 32 or 64 tokens, a head_dim that is a multiple of 64, and a group of up to 8.
-They do the work and nothing else: no options, no checks.
+The steps accept bfloat16, blocks of 16, 32 or 64 tokens, a head_dim that is a multiple of 64, and a group of up to 8.
+They have no options and no checks.
 
     python -m benchmarks.kernels.kernel_steps --points "32/8 64x2048"
 """
@@ -74,7 +74,7 @@ class Kernel:
     """Steps 3 to 6."""
 
     stages: int = 1  # tiles of K, and of V, in SMEM at a time
-    mask_all: bool = True  # tiles, or only those with a token that the query does not see
+    mask_all: bool = True  # mask every tile, or only tiles with a token that the query does not see
     partitions: int = 1  # programs for each sequence and KV head
     interpret: Any = None
 
@@ -84,7 +84,7 @@ class Kernel:
         block_size, kv_heads = k_cache.shape[1:3]
         rows = _grouped(q, kv_heads)
         seqs, _, group, head_dim = rows.shape
-        rows = jnp.pad(rows, ((0, 0), (0, 0), (0, 8 - group), (0, 0)))  # the least that a product takes
+        rows = jnp.pad(rows, ((0, 0), (0, 0), (0, 8 - group), (0, 0)))  # a product needs at least 8 rows
         swizzled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # type: ignore[abstract]
         ring = plgpu.SMEM((self.stages, TILE, head_dim), q.dtype, transforms=swizzled)
         full = plgpu.Barrier(num_arrivals=TILE // block_size, num_barriers=self.stages)
@@ -211,7 +211,7 @@ def make_steps(point: Point) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class FewCalls(Point):
-    """For the steps without a kernel: XLA takes a minute to tune and compile many calls of them."""
+    """For the steps without a kernel: with many calls XLA needs a minute to tune and compile them."""
 
     @property
     def num_calls(self) -> int:

@@ -1,10 +1,10 @@
-"""Other libraries on the same inputs, if they are installed: baselines for decode.py.
+"""Other libraries on the same inputs, if installed: baselines for decode.py.
 
   fa3         FlashAttention 3 through flash-attn3-jax 0.2.3: a chain of calls in one jit, num_splits swept
   flashinfer  FlashInfer 0.7.2.post1, tensor-core decode (its host-side plan is not counted), in a CUDA graph
   mla         FlashInfer's kernel for latents, in a CUDA graph; with 0.6.13
 
-Nothing of this is a dependency. FlashInfer runs on torch and reads the very same caches through DLPack.
+None of them is a dependency. FlashInfer runs on torch and reads the same caches through DLPack.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ from benchmarks.kernels.points import LATENT_SCALE, Inputs, Point, input_shapes
 class Peer:
     module: str
     takes: Callable[[Point], bool]
-    compile: Callable[[Point, Any], Any]  # outside of the time that is measured; gets decode.chain
-    measure: Callable[[Point, Inputs, jax.Array, Any], dict[str, Any]]  # gets our output, to compare with
+    compile: Callable[[Point, Any], Any]  # not timed; its second argument is decode.chain
+    measure: Callable[[Point, Inputs, jax.Array, Any], dict[str, Any]]  # compares with our output, the third argument
 
 
 def installed(name: str) -> bool:
@@ -36,7 +36,7 @@ def installed(name: str) -> bool:
 
 
 def error(out: Any, expected: jax.Array) -> float:
-    """Against our output, which was checked. Both round, so twice the error of one is right."""
+    """The worst error against our checked output. Both round, so twice the error of one is allowed."""
     return worst_error("a peer", out, expected, most=2 * MOST_ERROR)
 
 
@@ -45,10 +45,10 @@ def is_plain(point: Point) -> bool:
 
 
 def attempt(step: Callable[[], Any]) -> Any:
-    """What `step` returns, or what it failed with, as a result of its own."""
+    """The result of `step`, or its exception as a result."""
     try:
         return step()
-    except Exception as failure:  # other people's code: whatever it raises, our own figures go on
+    except Exception as failure:  # other libraries may raise anything; our own measurement continues
         return {"failed": f"{type(failure).__name__}: {failure}"[:300]}
 
 
@@ -66,7 +66,7 @@ def measure_peer(name: str, point: Point, inputs: Inputs, expected: jax.Array, c
 
 
 def fa3_splits(point: Point) -> tuple[int, ...]:
-    """1, and those powers of two that give between half and 8 programs a SM."""
+    """1, and the powers of two that give between half and 8 programs per SM."""
     pairs, longest = len(point.lengths) * point.kv_heads, max(point.lengths)
     return (1, *(n for n in (2, 4, 8, 16, 32, 64, 128) if 66 <= pairs * n <= 1056 and n <= max(2, longest // 128)))
 
@@ -118,7 +118,7 @@ def fa3_measure(point: Point, inputs: Inputs, expected: jax.Array, compiled: dic
 
 @functools.cache
 def workspace(name: str) -> Any:
-    """What the library wants to have, and keep: 512 MiB, zero at first."""
+    """The library's permanent workspace: 512 MiB, zeroed."""
     import torch
 
     return torch.zeros(512 << 20, dtype=torch.uint8, device="cuda")
@@ -179,7 +179,7 @@ def mla_run(point: Point, inputs: Inputs) -> Any:
 
 
 def graph_microseconds(run: Callable[[int], None], num_calls: int, num_replays: int) -> float:
-    """Of a call: the median over replays of one CUDA graph of calls, which get their number."""
+    """Microseconds per call, the median over replays of one CUDA graph of `run(0)`, `run(1)`, ..."""
     import torch
 
     side = torch.cuda.Stream()
@@ -204,7 +204,7 @@ def graph_microseconds(run: Callable[[int], None], num_calls: int, num_replays: 
 
 
 def graph_measure(make: Any, point: Point, inputs: Inputs, expected: jax.Array, _: Any) -> dict[str, Any]:
-    """In a CUDA graph of calls that take turns with all caches of the point."""
+    """Times a CUDA graph of calls that rotate through all caches of the point."""
     import torch
 
     jax.block_until_ready((inputs.caches, expected))

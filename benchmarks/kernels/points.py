@@ -1,15 +1,15 @@
-"""The shapes that the benchmarks of the kernels measure, by name; sets of them, and their inputs.
+"""Named shapes for the benchmarks of the kernels, sets of them, and their inputs.
 
 A point is written as heads, batch x length and options: `32/8 64x8192 block_size=64`. Instead of a length, `ragged8192`
-draws lengths uniformly from 1..8192; `zipf8192` takes 8192, 8192 / 2, 8192 / 3, ..., shuffled; `outlier131072` gives
+draws lengths uniformly from 1..8192; `zipf8192` gives 8192, 8192 / 2, 8192 / 3, ..., shuffled; `outlier131072` gives
 131072 tokens to the sequence in the middle and 1024 to the others. Options:
 
   cache=float8_e4m3fn scale=head   a quantised cache
   room=8192                        block tables with room for 8192 tokens per sequence
   q_len=8 tree=1                   a binary tree of 8 drafted tokens
   shared=8192                      all sequences begin with the same 8192 tokens, in the same blocks
-  shared=8192 groups=32            the sequences of each of 32 groups do
-  alone=1                          shared blocks are read by each sequence all the same
+  shared=8192 groups=32            each of 32 groups of sequences has its own 8192 shared tokens
+  alone=1                          every sequence reads the shared blocks itself
   head_dim=576 latent=512          a cache of latents, whose first 512 numbers are the values; `16/1` are 16 heads
 """
 
@@ -46,7 +46,7 @@ QUANTISED = (
     *(f"{point}{cache}" for point in ("64/8 8x8192", "32/8 8x2048 q_len=4") for cache in _CACHES[:3:2]),
     "32/8 64x8192 cache=float8_e5m2 scale=head",
 )
-# Decode steps of sequences that share blocks, with these read once and without.
+# Decode steps of sequences that share blocks, read once or by each sequence.
 SHARED = tuple(
     f"32/8 {shape}{alone}"
     for shape in (
@@ -57,7 +57,7 @@ SHARED = tuple(
     )
     for alone in ("", " alone=1")
 )
-# DeepSeek's latents, of 512 numbers and 64 rotary ones. With int8 the rotary numbers are stored in two parts.
+# DeepSeek's latents: 512 numbers and 64 rotary ones. With int8 the rotary numbers are stored in two parts.
 _LATENT = "head_dim=576 latent=512 block_size=64"
 LATENTS = (
     *(f"{heads}/1 64x4096 {_LATENT}" for heads in (16, 32, 128)),
@@ -66,9 +66,9 @@ LATENTS = (
     f"16/1 64x8192 {_LATENT.replace('576', '640')} cache=int8 scale=token_head",
 )
 SETS = {"grid": GRID, "variants": VARIANTS, "quantised": QUANTISED, "shared": SHARED, "latents": LATENTS}
-LATENT_SCALE = 192**-0.5  # of 128 numbers of a head and 64 rotary ones
+LATENT_SCALE = 192**-0.5  # a head has 128 numbers and 64 rotary ones
 MAX_CALLS, MAX_CACHES, MAX_PAIRS = 256, 64, 512
-L2_BYTES = 60_000_000  # more than an H100 or an H200 holds; what is read before the same bytes come again exceeds it
+L2_BYTES = 60_000_000  # more than L2 of an H100 or H200; more than this is read before any byte is read again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,16 +81,16 @@ class Point:
     block_size: int = 16
     q_len: int = 1
     window: int = 0  # 0: none
-    room: int = 0  # tokens that a row of the table has room for, if more than the longest sequence takes
+    room: int = 0  # tokens per table row, if more than the longest sequence needs
     tree: bool = False  # the q_len tokens of a sequence are a tree, not a chain
     contiguous: bool = False  # the blocks of a sequence in order, instead of shuffled
     dtype: str = "bfloat16"
     cache: str = ""  # the cache's dtype, if it is not `dtype`
-    scale: str = ""  # of a quantised cache: head or token_head
+    scale: str = ""  # scales of a quantised cache: head or token_head
     shared: int = 0  # tokens, in whole blocks, that the sequences of each group begin with
-    groups: int = 1  # of sequences that share blocks, of equal size
-    alone: int = 0  # whether each sequence is computed by itself all the same
-    latent: int = 0  # of the cache's numbers, the first that are the values too; 0: there is a cache of values
+    groups: int = 1  # equally large groups of sequences that share blocks
+    alone: int = 0  # 1: each sequence reads shared blocks itself
+    latent: int = 0  # first numbers of the cache that are also the values; 0: values have their own cache
 
     @property
     def cache_dtype(self) -> str:
@@ -102,7 +102,7 @@ class Point:
 
     @property
     def slots(self) -> int:
-        """What a call has to read, in slots."""
+        """The number of slots that a call must read."""
         if not self.window:
             return sum(self.lengths) - self.shared * (len(self.lengths) - self.groups)
         return sum(min(length, self.window + self.q_len - 1) for length in self.lengths)
@@ -119,7 +119,7 @@ class Point:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """Blocks of each sequence."""
+        """The number of blocks of each sequence."""
         return tuple(-(-length // self.block_size) for length in self.lengths)
 
     @property
@@ -138,8 +138,8 @@ class Point:
 
     @property
     def num_calls(self) -> int:
-        """Calls in one jit. 32 stand for the layers of a model; more if the host takes longer for 32 than the GPU,
-        fewer if they would only repeat a long measurement."""
+        """Calls in one jit: 32, about the layers of a model; more if the host is slower than the GPU with 32, fewer if
+        they would only repeat a long measurement."""
         microseconds = 4 + self.num_bytes / 2.8e6  # about
         if microseconds < 20:
             return MAX_CALLS if microseconds < 10 else 64
@@ -147,16 +147,16 @@ class Point:
 
     @property
     def num_caches(self) -> int:
-        """Caches that the calls of one jit take turns with: enough layers to keep L2 cold. Each is an
-        argument of the jit that the host hands over, so not very many of small ones: sets of them take turns too."""
+        """Caches that the calls of one jit rotate through: enough to keep L2 cold. Each is an argument that the host
+        passes to the jit, which limits the number of small ones; dispatches rotate through sets of them instead."""
         return min(self.num_calls, MAX_CACHES, math.ceil(COLD_BYTES / self.num_bytes))
 
     @property
     def num_sets(self) -> int:
-        """Sets of caches that successive dispatches take turns with, if the caches of one dispatch would fit into L2.
+        """Sets of caches that successive dispatches rotate through, if the caches of one dispatch would fit into L2.
 
-        No more than that needs: if arguments move between dispatches, XLA may have to bring its CUDA graphs up to
-        date on the host (not measured), and a dispatch of very short kernels would then wait for the host."""
+        No more sets than necessary: if arguments move between dispatches, XLA may have to update its CUDA graphs on
+        the host (not measured), and a dispatch of very short kernels would then wait for the host."""
         wanted = math.ceil(L2_BYTES / (self.num_caches * self.num_bytes))
         return max(1, min(wanted, MAX_PAIRS // self.num_caches))
 
@@ -186,14 +186,14 @@ def parse(name: str) -> Point:
 @dataclasses.dataclass(frozen=True)
 class Inputs:
     q: jax.Array  # [seqs, q_len, heads, head_dim]
-    # Sets of (k_cache, v_cache, and their scales), one a layer. Of latents v_cache is None.
+    # Sets of (k_cache, v_cache, and their scales), one per layer. v_cache is None for latents.
     caches: tuple[tuple[tuple[Any, ...], ...], ...]
     block_tables: jax.Array  # int32 [seqs, max_blocks], the same for all layers, as in a model
     lengths: jax.Array  # int32 [seqs]
 
 
 def make_tables(held: tuple[int, ...], max_blocks: int, *, contiguous: bool = False, seed: int = 0) -> np.ndarray:
-    """Blocks 1, 2, ... of the pool, shuffled over all sequences; block 0 pads."""
+    """Tables of blocks 1, 2, ... of the pool, shuffled over all sequences; block 0 is padding."""
     ids = np.arange(1, sum(held) + 1, dtype=np.int32)
     if not contiguous:
         ids = np.random.default_rng(seed).permutation(ids)
@@ -222,7 +222,7 @@ def make_inputs(point: Point) -> Inputs:
         pools = *made, *[None] * (2 - len(made))
         if not point.scale:
             return pools
-        size = 1.0 / 40 if point.cache_dtype == "int8" else 1.0  # as `random` has it
+        size = 1.0 / 40 if point.cache_dtype == "int8" else 1.0  # as in `random`
         return pools + tuple(
             (1.0 + 0.1 * random(next(seeds), shape=point.scale_shape, dtype="float32")) * size for _ in made
         )
@@ -233,7 +233,7 @@ def make_inputs(point: Point) -> Inputs:
 
 
 def input_shapes(point: Point) -> Inputs:
-    """The same as `make_inputs`, one set of it, as shapes to compile for."""
+    """The shapes of one set of `make_inputs`, for compilation."""
     cache = jax.ShapeDtypeStruct(point.cache_shape, point.cache_dtype)
     scales = (jax.ShapeDtypeStruct(point.scale_shape, jnp.float32),) * (point.num_pools if point.scale else 0)
     return Inputs(

@@ -1,13 +1,13 @@
-"""Attention of prompts, next to other libraries: `python -m benchmarks.kernels.prefill --peers fa3 cudnn`.
+"""Attention of prompts, against other libraries: `python -m benchmarks.kernels.prefill --peers fa3 cudnn`.
 
 Points are named as in points.py; q_len is the number of new tokens of each sequence: `32/8 8x2304 q_len=256` is 256 new
-tokens after 2048, and with `q_len=all` all tokens are new. A plus joins sequences that differ, whose tokens are packed:
+tokens after 2048, and with `q_len=all` all tokens are new. A plus joins different sequences, whose tokens are packed:
 `32/8 60x4096 + 4x4608 q_len=512`. Every method is compared with the reference before it is timed, on tokens at the
-start, in the middle and at the end. Times are device microseconds a call, of calls chained in one jit.
+start, in the middle and at the end. Times are device microseconds per call, for calls chained in one jit.
 
   mosaic_gpu, xla    paged_attention
   cudnn              jax.nn.dot_product_attention on contiguous keys and values; only whole fresh prompts
-  gather, cudnn      the same, with the gather from the cache that it needs
+  gather, cudnn      the same, including the gather from the cache
   fa3 paged          FlashAttention-3 through flash-attn3-jax, on the same cache
   fa3                the same on contiguous keys and values; only whole fresh prompts
 
@@ -55,12 +55,12 @@ TOY_POINTS = (
 PEERS = {"fa3": ("fa3 paged", "fa3"), "cudnn": ("cudnn", "gather, cudnn")}
 FA3_SPLITS = (1, 4, 16)
 AT_ONCE = 12  # points that are compiled together
-CHECKED_TOKENS = 64  # of a sequence, at each of three positions
+CHECKED_TOKENS = 64  # tokens per sequence at each of three positions
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt(Point):
-    num_calls = 4  # enough to hide their dispatch, and for "xla" not too long
+    num_calls = 4  # enough to hide the dispatch, and not too long for "xla"
     num_sets = 1
     counts: tuple[int, ...] = ()  # new tokens of each sequence
 
@@ -80,7 +80,7 @@ class Prompt(Point):
 
     @property
     def flops(self) -> int:
-        """Of both products, counting only the pairs that the mask shows."""
+        """Operations of both products, counting only unmasked pairs."""
         pairs = zip(self.lengths, self.counts, strict=True)
         seen = (np.minimum(np.arange(n - new, n) + 1, self.window or n).sum() for n, new in pairs)
         return 4 * self.heads * self.head_dim * int(sum(seen))
@@ -132,7 +132,7 @@ def fa3(q: jax.Array, k: jax.Array, v: jax.Array, *_: jax.Array) -> Any:
 
 
 def variants(point: Prompt, method: str) -> dict[str, Any]:
-    """The functions of (q, k_cache, v_cache, block_tables, lengths) of which the quickest is the method's result."""
+    """Functions of (q, k_cache, v_cache, block_tables, lengths); the method's result is the fastest of them."""
     if method == "fa3":
         return {"": fa3}
     if method == "fa3 paged":
@@ -147,8 +147,8 @@ def variants(point: Prompt, method: str) -> dict[str, Any]:
     return {"": functools.partial(with_scales, attend, **options)}
 
 
-def as_read_by(method: str, caches: tuple, block_tables: jax.Array) -> tuple:
-    """Contiguous ones for the methods that read such."""
+def caches_for(method: str, caches: tuple, block_tables: jax.Array) -> tuple:
+    """`caches`, made contiguous for methods that need it."""
     if method not in ("cudnn", "fa3"):
         return caches
     return tuple(tuple(contiguous(cache, block_tables) for cache in pair) for pair in caches)
@@ -159,7 +159,7 @@ def compile_point(point: Prompt, methods: list[str]) -> dict[Any, Any]:
     shapes = input_shapes(point)
 
     def job(method: str, attend: Any) -> Any:
-        caches = jax.eval_shape(functools.partial(as_read_by, method), shapes.caches[0], shapes.block_tables)
+        caches = jax.eval_shape(functools.partial(caches_for, method), shapes.caches[0], shapes.block_tables)
         args = shapes.q, caches, shapes.block_tables, shapes.lengths
         return jax.jit(functools.partial(chain, point, attend)).lower(*args).compile()
 
@@ -171,7 +171,7 @@ def compile_point(point: Prompt, methods: list[str]) -> dict[Any, Any]:
 
 
 def expected_tokens(point: Prompt, inputs: Inputs) -> Iterator[tuple[slice, jax.Array]]:
-    """Tokens of q, and the reference's output for them: each token as if its sequence ended there."""
+    """Tokens of q, and the reference's output for each as if its sequence ended there."""
     reference = jax.jit(functools.partial(with_scales, paged_attention_reference, **make_options(point)))
     packed = inputs.q.reshape(-1, point.heads, point.head_dim)
     for row in checked_rows(point):
@@ -190,7 +190,7 @@ def _again(run: Any, _: int) -> Any:
 def measure(
     point: Prompt, method: str, programs: dict[str, Any], inputs: Inputs, expected: list[tuple[slice, jax.Array]]
 ) -> dict[str, Any]:
-    caches = as_read_by(method, inputs.caches[0], inputs.block_tables)
+    caches = caches_for(method, inputs.caches[0], inputs.block_tables)
     worst, times = 0.0, {}
     for variant, program in programs.items():
         run = functools.partial(program, inputs.q, caches, inputs.block_tables, inputs.lengths)

@@ -19,8 +19,8 @@ from tests.compiled import COLLECTIVES, instructions
 
 
 def collectives(compiled: Any, part: tuple[int, ...]) -> dict[str, int]:
-    """How often each collective stands in a program. Raises `AssertionError` if one, or a copy, has the size of one or
-    more devices' parts of a cache. The null block makes a pool's size odd enough that no other array matches it."""
+    """The number of each collective in a program. Raises `AssertionError` if one, or a copy, has the size of one or
+    more devices' parts of a cache. The null block gives a pool an odd size that no other array has."""
     counts: Counter[str] = Counter()
     for operation, size, line in instructions(compiled.as_text() or ""):
         name = operation.removesuffix("-start")
@@ -40,7 +40,7 @@ def put(mesh: Mesh, tree: Any, spec: P) -> Any:
 
 
 def time_chain(point: Point, attend: Any, inputs: Inputs, toy: bool) -> tuple[float, jax.Array, Any]:
-    """Microseconds a call, the first output, and the program."""
+    """Microseconds per call, the first output, and the program."""
     num_calls = 2 if toy else point.num_calls
 
     @jax.jit

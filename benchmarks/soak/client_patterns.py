@@ -1,6 +1,6 @@
-"""Requests that clients of the server send again and again, and a check that they do not get slower.
+"""Repeated requests in the style of several clients, and a check that they do not get slower.
 
-The shapes are those that lm-eval 0.4, guidellm 0.8, langchain-openai 1.7 and ai-sdk/openai-compatible 2.0 send.
+The requests have the form that lm-eval 0.4, guidellm 0.8, langchain-openai 1.7 and ai-sdk/openai-compatible 2.0 send.
 """
 
 import contextlib
@@ -17,9 +17,8 @@ from typing import Any
 from benchmarks.checks import require
 
 LEAST_REQUESTS = 16  # four in a quarter of the time
-# Between the last and the first quarter of the time. The ratio was 5 for one client when two programs used both of two
-# cores from half-time on. A wait that feeds on itself, 1.5 times as long every four requests, makes it 40 in two
-# minutes.
+# Ratio of the last to the first quarter of the time. It was 5 for one client when two programs used both of two cores
+# from half-time on. A wait that grows by 1.5 every four requests gives 40 in two minutes.
 MOST_RATIO, MOST_MORE_SECONDS = 8.0, 0.1
 
 
@@ -28,9 +27,9 @@ class Pattern:
     """One client's requests.
 
     Attributes:
-        path: of all its requests.
-        body: makes the body of the next.
-        num_tokens: of each answer; None: up to the model.
+        path: path of all requests.
+        body: makes the body of the next request.
+        num_tokens: tokens of each answer; None if the model decides.
     """
 
     name: str
@@ -103,7 +102,7 @@ PATTERNS = [
 def run_pattern(
     pattern: Pattern, *, host: str, port: int, num_clients: int, seconds: float, key: str = "none"
 ) -> list[tuple[float, float]]:
-    """When each request began, and its seconds. Each client sends one request after another."""
+    """Start time and duration in seconds of each request. Each client sends one request after another."""
     begin, timed, failures = time.perf_counter(), list[tuple[float, float]](), list[BaseException]()
 
     def ask_many(seed: int) -> None:
@@ -142,7 +141,7 @@ def ask(connection: http.client.HTTPConnection, pattern: Pattern, body: dict[str
 
 
 def drift(timed: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The median seconds of the requests of the first and of the last quarter of the time."""
+    """The median duration of requests in the first and in the last quarter of the time."""
     end = timed[-1][0]
     first = [seconds for since, seconds in timed if since <= end / 4]
     last = [seconds for since, seconds in timed if since >= 3 * end / 4]

@@ -2,10 +2,10 @@
 
     python -m benchmarks.soak.engine --requests 100000
 
-The toy model of the tests, a pool of a quarter of what the seats may need, requests that come in bursts, a few of which
-are aborted at random moments or can never be served. Requests are drawn from a few hundred different ones, whose
-tokens are known from one-by-one generation. After each slice the invariants of scheduler and allocator are tested, and
-nothing may be compiled.
+It runs the toy model of the tests with a quarter of the blocks that the seats may need. Requests arrive in bursts. A
+few are aborted at random moments, or are too large to be served. They are drawn from a few hundred different ones,
+whose tokens are known from one-by-one generation. After each slice the invariants of scheduler and allocator are
+checked. Nothing may be compiled during the run.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from tests.toy_model import BLOCK_SIZE, MAX_TOKENS, VOCAB, create_engine
 
 SEATS = 64
 KINDS, NEVER_FITS, BURST = 300, 0.01, 200
-ABORTED = 0.004  # of those under way, in each slice
+ABORTED = 0.004  # share of the running requests, per slice
 MOST_RECOMPUTED = 0.02
 HOST_BYTES = 1_000_000
 Check = Callable[[Engine], None]
@@ -52,7 +52,7 @@ def kinds(count: int, rng: np.random.Generator) -> list[tuple[list[int], Samplin
 def soak(
     engine: Engine, num_requests: int, *, num_kinds: int = KINDS, seed: int = 0, check: Check | None = None
 ) -> dict[str, int]:
-    """How the requests ended. Raises `AssertionError` if anything is wrong; `check` looks at it after each slice."""
+    """Counts of request endings. Raises `AssertionError` on any error; `check` runs after each slice."""
     rng = np.random.default_rng(seed)
     chosen = kinds(num_kinds, rng)
     expected = []
@@ -87,11 +87,11 @@ def serve(
     ends: collections.Counter[str],
     check: Check,
 ) -> int:
-    """How many tokens were generated; counts in `ends` how the requests ended."""
+    """The number of generated tokens; adds the endings of requests to `ends`."""
     under_way: dict[int, int] = {}
     num_left, num_tokens = num_requests, 0
     while num_left or engine.has_unfinished_requests:
-        # Bursts, and pauses in which the queue may run empty.
+        # Bursts, with pauses in which the queue may become empty
         for _ in range(min(num_left, int(rng.integers(0, BURST)) if len(under_way) < 4 * BURST else 0)):
             num_left -= 1
             if rng.random() < NEVER_FITS:
@@ -127,7 +127,7 @@ def check_invariants(engine: Engine) -> None:
 
 @contextlib.contextmanager
 def compilations() -> Iterator[list[float]]:
-    """Seconds of each compilation meanwhile, on any thread."""
+    """Seconds of each compilation inside the context, on any thread."""
     seconds: list[float] = []
 
     def listen(event: str, duration_secs: float, **_: Any) -> None:
@@ -163,7 +163,7 @@ def main() -> None:
     engine = create_engine(**sizes, **tier, prefix_cache=options.prefix_cache, compiler_options=None)
     begin = time.perf_counter()
     totals: collections.Counter[str] = collections.Counter()
-    while totals["requests"] < options.requests:  # in parts, so that a run that is cut off has said something
+    while totals["requests"] < options.requests:  # in parts, so that an interrupted run has printed results
         count = min(10_000, options.requests - totals["requests"])
         totals.update(soak(engine, count, seed=options.seed + totals["requests"]), requests=count)
         share = totals["recomputed"] / totals["computed"]

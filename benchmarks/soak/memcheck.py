@@ -2,8 +2,8 @@
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python -m benchmarks.soak.memcheck
 
-Arrays get an allocation of their own each, so that a read past one's end is seen and not a neighbour's bytes, and CUDA
-graphs are off. Inputs are made, and results are checked, on the CPU, which leaves the kernels alone to the sanitizer.
+Each array has its own allocation, so that a read past its end is an error and not a neighbour's bytes. CUDA graphs are
+off. Inputs are made and results are checked on the CPU, so the sanitizer sees only the kernels.
 """
 
 import argparse
@@ -42,12 +42,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--implementation", choices=("mosaic_gpu", "xla"), default="mosaic_gpu")
     options = parser.parse_args()
-    os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"  # before the first device is asked for
+    os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"  # before JAX initialises its devices
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
     device, cpu = jax.devices()[0], jax.devices("cpu")[0]
     print(f"{device.device_kind}, jax {jax.__version__}, {options.implementation}", flush=True)
     bad = []
-    for seed, (name, shape, num_partitions) in enumerate(CALLS):  # no call's answer is right for another
+    for seed, (name, shape, num_partitions) in enumerate(CALLS):  # different seeds: no two calls have the same result
         start = time.monotonic()
         with jax.default_device(cpu):
             settings: dict[str, Any] = {"head_dim": 128, "dtype": jnp.bfloat16} | shape

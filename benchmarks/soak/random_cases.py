@@ -1,13 +1,13 @@
 """Random calls of paged_attention against the oracle: `python -m benchmarks.soak.random_cases`.
 
-A family fixes what is static: shapes, dtype, partitions, which options there are. Everything else is drawn anew for
-each case, on the device, inside one compiled loop: lengths (0, 1, and those around a block's end among them), tables,
-blocks that two sequences share, garbage ids behind each sequence's blocks, NaN, infinity or huge numbers in every slot
-without a token, the values of all options. A case passes if every row is within the error budget of
-tests/cases.py: twice the error of plain jnp at the same precision, plus half a unit in the last place of the row's
-largest number and 3e-6; and if every lse is within 0.2%.
+A family fixes everything static: shapes, dtype, partitions, the options in use. The rest is drawn for each case, on the
+device, inside one compiled loop: lengths (0, 1 and lengths around a block's end included), tables, blocks that two
+sequences share, garbage ids after each sequence's blocks, NaN, infinity or huge numbers in every slot without a token,
+and the values of all options. A case passes if every row is within the error budget of tests/cases.py (twice the
+error of plain jnp at the same precision, plus half a unit in the last place of the row's largest number and 3e-6) and
+every lse is within 0.2%.
 
-Each family also gets cases with a mistake in them, keys instead of values, which must be found.
+Each family also has cases with an injected mistake, keys instead of values, which must be found.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from jaxpaged import paged_attention, paged_attention_reference
 from tests.cases import GARBAGE_IDS, plain_jnp
 
 SEQS = 8
-TWINS = 8  # cases of a family that have the mistake
+TWINS = 8  # cases per family with the injected mistake
 LSE_TOLERANCE = 2e-3
 AT_ONCE = 14  # families that are compiled together
 
@@ -98,7 +98,7 @@ FAMILIES = (
 
 
 def draw_lengths(key: jax.Array, family: Family) -> jax.Array:
-    """Half of them anywhere within the capacity, half at an edge of a block, a table, or the queries."""
+    """Half of the lengths are anywhere within the capacity, half at an edge of a block, a table, or the queries."""
     size, full = family.block_size, family.capacity
     edges = (0, 1, size - 1, size, size + 1, 2 * size, full, full - 1, full - size // 2, family.q_len - 1)
     which, edge, anywhere = jax.random.split(key, 3)
@@ -115,7 +115,7 @@ def draw_tables(key: jax.Array, lengths: jax.Array, family: Family) -> tuple[jax
     num_blocks = SEQS * family.max_blocks + 4  # the null block, and three in no table
     tables = jax.random.permutation(order, num_blocks - 1)[: SEQS * family.max_blocks].reshape(SEQS, -1) + 1
     tables = tables.astype(jnp.int32)
-    # Sequences with a full first block may have it in common.
+    # Sequences with a full first block may share it.
     is_full = lengths >= family.block_size
     shares = is_full & jax.random.bernoulli(share, 0.3, (SEQS,))
     tables = tables.at[:, 0].set(jnp.where(shares, tables[jnp.argmax(is_full), 0], tables[:, 0]))
@@ -140,7 +140,7 @@ def draw_options(key: jax.Array, family: Family) -> dict[str, Any]:
 
 
 def try_case(family: Family, implementation: Any, args: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
-    """One case: rows, how many of them are over the budget, and the worst of error / budget."""
+    """One case: the number of rows, the number of rows over the budget, and the largest error / budget."""
     key, is_twin = args
     keys = jax.random.split(key, 7)
     lengths = draw_lengths(keys[0], family)
@@ -206,7 +206,7 @@ def main() -> None:
     options = parser.parse_args()
 
     families = [family for family in FAMILIES if options.families is None or family.name in options.families]
-    each = -(-options.cases // len(FAMILIES))  # of all, so that a run may be cut into pieces
+    each = -(-options.cases // len(FAMILIES))  # the same in a run of some --families
     what = {"seed": options.seed, "implementation": options.implementation, "cases_a_family": each}
     store = open_store("random_cases", options, **what)
     families = [family for family in families if family.name not in store.points]
@@ -220,7 +220,7 @@ def main() -> None:
 
     def job(family: Family) -> Any:
         program = jax.jit(functools.partial(loop, family, options.implementation))
-        # What is drawn is rounded to `dtype` for the kernel. Unless told so, XLA hands the oracle the unrounded numbers
+        # The kernel gets numbers rounded to `dtype`. Without this option XLA passes unrounded ones to the oracle
         # and leaves p of plain jnp unrounded.
         return program.lower(make_keys(family), is_twin).compile({"xla_allow_excess_precision": False})
 

@@ -1,11 +1,11 @@
-"""Many `openai` clients of examples/serve.py for a while, a tenth of which leave in the middle of their answer.
+"""Many `openai` clients of examples/serve.py for a while. A tenth of them disconnect in the middle of an answer.
 
     python -m benchmarks.soak.server --clients 64 --seconds 600 --prefix-cache
 
-They ask for 4 to 48 tokens, 1 to 4 completions, whole or streamed, some with a stop string. Each greedy answer must be
-that of examples/generate.py, character by character; answers with a seed must say the same whenever the same is asked.
-In the end no request is lost, all blocks are free, and SIGTERM ends the server with 0. The pool has a quarter of the
-blocks that the seats may need.
+Requests have 4 to 48 tokens and 1 to 4 completions, whole or streamed, some with a stop string. Each greedy answer must
+equal the answer of examples/generate.py, character by character. A repeated request with a seed must get the same
+answer. At the end no request is lost, all blocks are free, and SIGTERM ends the server with 0. The pool has a
+quarter of the blocks that the seats may need.
 
 Then the requests of lm-eval, guidellm and others (`client_patterns.py`) are sent, each kind for two minutes from one
 client and from fifty. They must not get slower.
@@ -58,7 +58,7 @@ SEEDS = 3
 
 
 def expected_tokens(prompts: list[str], options: list[str]) -> dict[str, list[int]]:
-    """What examples/generate.py says to each prompt."""
+    """The tokens that examples/generate.py gives for each prompt."""
     command = [sys.executable, str(EXAMPLES / "generate.py"), "--json", f"--max-new-tokens={NEW_TOKENS[1]}", *options]
     command += [f"--prompt={prompt}" for prompt in prompts]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -71,7 +71,7 @@ def metrics(values: str) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What a client asks. `seed` None: greedy, and `text` is the answer; else the answer is not known beforehand."""
+    """A client's request. If `seed` is None it is greedy and `text` is the answer; else the answer is not known."""
 
     prompt: str
     num_tokens: int
@@ -94,8 +94,8 @@ class Soak:
         self.rng = random.Random(seed)
         self.ends: collections.Counter[str] = collections.Counter()
         self.num_started = self.num_tokens = self.num_completions = self.num_repeated = 0
-        self.drawn: dict[tuple[str, int | None, int], str] = {}  # the longest text of each that was drawn
-        self.to_first: list[float] = []  # seconds, of streams
+        self.drawn: dict[tuple[str, int | None, int], str] = {}  # the longest text seen for each request with a seed
+        self.to_first: list[float] = []  # seconds to the first piece of a stream
         self.to_last: list[float] = []
 
     def question(self) -> Question:
@@ -155,7 +155,7 @@ class Soak:
         )
 
     def is_repeated(self, question: Question, index: int, text: str) -> bool:
-        """Whether the shorter of two answers to the same is the beginning of the longer; half a character is not."""
+        """Whether the shorter of two answers to a request starts the longer one. Half a character does not match."""
         key = question.prompt, question.seed, index
         self.num_repeated += key in self.drawn
         shorter, longer = sorted((text, self.drawn.get(key, "")), key=len)
@@ -174,7 +174,7 @@ async def soak(
             for _ in range(args.clients):
                 clients.create_task(soak.one_client(begin + args.seconds))
         seconds = time.perf_counter() - begin
-        while True:  # what those who left gave up is freed within two slices
+        while True:  # the blocks of disconnected clients are freed within two slices
             seen = metrics(await client.with_options().get("../metrics", cast_to=str))
             if seen["running_requests"] + seen["waiting_requests"] == 0:
                 break
@@ -204,7 +204,7 @@ def quantiles(values: list[float]) -> tuple[float, float]:
 
 
 def soak_patterns(address: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Each client's pattern by itself, from one client and from many. Raises `AssertionError` if it gets slower."""
+    """Runs each client's pattern alone, from one client and from many. Raises `AssertionError` if it gets slower."""
     host, port = address.removeprefix("http://").split(":")
     results = {}
     for pattern, num_clients in itertools.product(PATTERNS, args.pattern_clients):
@@ -219,14 +219,14 @@ def soak_patterns(address: str, args: argparse.Namespace) -> dict[str, dict[str,
 
 @contextlib.contextmanager
 def serving(options: list[str]) -> Iterator[str]:
-    """The address of a server, which SIGTERM ends with 0."""
+    """The address of a running server. At exit checks that SIGTERM ends it with 0."""
     command = [sys.executable, str(EXAMPLES / "serve.py"), "--port=0", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert server.stderr is not None
             said = iter(server.stderr.readline, "")
             address = next(found[0] for line in said if (found := re.search(r"http://\S+", line)))
-            # The server prints on: a full pipe would stop it.
+            # Keep reading the server's output: a full pipe would stop it.
             threading.Thread(target=collections.deque, args=(said, 0), daemon=True).start()
             yield address
             server.send_signal(signal.SIGTERM)
@@ -255,7 +255,7 @@ def main() -> None:
         f"--max-num-seqs={SEATS}",
         f"--max-model-len={MAX_TOKENS}",
         f"--num-blocks={BLOCKS}",
-        # Those who left keep their places until the engine knows.
+        # Disconnected clients keep their places until the engine drops them.
         f"--max-queue={2 * max(args.clients, *args.pattern_clients) * MOST_COMPLETIONS}",
         *(["--prefix-cache"] if args.prefix_cache else []),
     ]

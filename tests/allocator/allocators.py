@@ -19,7 +19,7 @@ def marks(*values: int) -> jax.Array:
 def make(
     *lengths: int, num_blocks: int = 12, block_size: int = 4, max_blocks: int = 4, windows: tuple = (None,)
 ) -> BlockAllocator:
-    """An allocator with a sequence of each of these lengths."""
+    """An allocator with one sequence per length."""
     allocator = BlockAllocator.create(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -46,14 +46,14 @@ def assert_same(left: BlockAllocator, right: BlockAllocator) -> None:
 
 
 def create_cache(allocator: BlockAllocator) -> KVCache:
-    """The cache that `write` and `attend` use, one head of 8 numbers."""
+    """The cache for `write` and `attend`, one head of 8 numbers."""
     return KVCache.create(
         num_blocks=allocator.num_blocks, block_size=allocator.block_size, num_kv_heads=1, head_dim=8, dtype="float32"
     )
 
 
 def write(cache, allocator, *tokens, q_len=8):
-    """Appends and writes tokens of each sequence. A value is its token, the keys are zero: attention is the mean."""
+    """Appends and writes tokens of each sequence. Values are the tokens and keys are zero, so attention is the mean."""
     allocator, slots, ok = allocator.append(counts(*map(len, tokens)), q_len=q_len)
     assert ok.all()
     values = np.full((len(tokens), q_len, 1, 8), np.nan, np.float32)

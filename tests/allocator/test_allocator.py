@@ -1,4 +1,4 @@
-"""Appending and freeing, as traces with literal free lists; and all that the allocator's calls refuse."""
+"""Appending and freeing, as traces with literal free lists, and the refusals of the allocator."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ def test_a_trace():
     allocator = make(0, 0, 0, num_blocks=8, max_blocks=3)
     assert free_ids(allocator) == [7, 6, 5, 4, 3, 2, 1]
 
-    # Prompts of 5, 0 and 4 tokens: two blocks, none, one. Tokens are at the end of their rows.
+    # Prompts of 5, 0 and 4 tokens: two blocks, none, one. Tokens are at the ends of their rows.
     allocator, slots, ok = allocator.append(counts(5, 0, 4), q_len=5)
     assert ok.tolist() == [True, True, True]
     assert allocator.block_tables.tolist() == [[1, 2, 0], [0, 0, 0], [3, 0, 0]]
@@ -31,7 +31,7 @@ def test_a_trace():
     assert allocator.lengths.tolist() == [6, 1, 5]
     assert free_ids(allocator) == [7, 6]
 
-    # Rows 0 and 2 end. Their blocks go back last first, so that row 0's first block is the next to go.
+    # Rows 0 and 2 end. Their blocks are returned last first, so that row 0's first block is granted next.
     allocator = allocator.free(marks(1, 0, 1))
     assert free_ids(allocator) == [7, 6, 5, 3, 2, 1]
     assert allocator.block_tables.tolist() == [[0, 0, 0], [4, 0, 0], [0, 0, 0]]
@@ -41,7 +41,7 @@ def test_a_trace():
     assert_same(allocator.free(marks(1, 0, 1)), allocator)
 
 
-def test_running_out_is_a_value_and_a_refused_row_does_not_change():
+def test_running_out_returns_not_ok_and_leaves_refused_rows_unchanged():
     allocator = make(3, 4, 0, 4, num_blocks=5)
     assert free_ids(allocator) == [4]
     # Row 0 has room. Row 1 gets the last block. Rows 2 and 3 find none.
@@ -51,16 +51,16 @@ def test_running_out_is_a_value_and_a_refused_row_does_not_change():
     assert after.block_tables.tolist() == [[1, 0, 0, 0], [2, 4, 0, 0], [0, 0, 0, 0], [3, 0, 0, 0]]
     assert slots.tolist() == [7, 16, 20, 20]
     assert free_ids(after) == []
-    # After a refused row no row that needs a block gets one; rows that need none go on.
+    # After a refused row no row that needs a block gets one; rows that need none continue.
     _, _, ok = allocator.append(counts(1, 8, 1, 0), q_len=8)
     assert ok.tolist() == [True, False, False, True]
 
 
 @pytest.mark.parametrize("count", [-1, 3, 9, 2**31 - 1, -(2**31)])
-def test_counts_that_cannot_be(count):
-    # Negative, above q_len, or more than the table can hold: refused, while the neighbour goes on.
+def test_invalid_counts(count):
+    # Negative, above q_len, or more than the table can hold: refused, while the neighbour continues.
     allocator = make(2, 2, num_blocks=9, block_size=2, max_blocks=2)
-    append = jax.jit(BlockAllocator.append, static_argnames="q_len")  # outside of jit the count is known
+    append = jax.jit(BlockAllocator.append, static_argnames="q_len")  # without jit the count is concrete
     after, _, ok = append(allocator, counts(count, 1), q_len=9 if count == 3 else 2)
     assert ok.tolist() == [False, True]
     assert after.lengths.tolist() == [2, 3]
@@ -110,7 +110,7 @@ def test_create_errors(changes, message):
         (BlockAllocator.rollback, "lengths", INTEGERS, FLOATS),
     ],
 )
-def test_an_array_of_another_shape_or_dtype_is_refused(call, name, right, wrong):
+def test_arrays_of_wrong_shape_or_dtype_are_refused(call, name, right, wrong):
     for received in (right[:1], wrong):
         got = rf"got {received.dtype} \[{len(received)}\]"
         with pytest.raises(ValueError, match=rf"{name} must be {right.dtype} \[2\], one for each sequence; {got}"):
@@ -141,14 +141,14 @@ def test_blocks_are_granted_in_the_order_given():
     assert slots[2].tolist() == [2, 3, 4, 5]
 
 
-def test_a_reused_block_never_shows_its_last_owners_tokens():
+def test_a_reused_block_never_exposes_its_previous_owners_tokens():
     allocator = make(0, 0, num_blocks=6, max_blocks=5)
     cache, allocator = write(create_cache(allocator), allocator, [np.nan] * 20, [], q_len=20)
     cache, allocator = write(cache, allocator.free(marks(1, 0)), [], [1] * 6)
     np.testing.assert_allclose(attend(cache, allocator), [0, 1], rtol=1e-6)
 
 
-def test_inside_a_scan_with_64_bits_switched_on():
+def test_inside_a_scan_with_x64():
     def step(allocator, _):
         allocator, slots, ok = allocator.append(counts(1, 1, 0))
         return allocator.free(marks(1, 0, 0)), (slots, ok)

@@ -1,10 +1,10 @@
 """Random interleavings of every operation against a plain model: under jit, under vmap over four pools, and eagerly.
 
-`HYPOTHESIS_PROFILE=long` runs 20 times as many steps, with new random numbers each time.
+`HYPOTHESIS_PROFILE=long` runs 20 times the steps, with new random numbers each time.
 
-The machine also keeps the contents of a cache, a number a slot: written where `append` says, copied as `fork` and
-`rollback` say, overwritten with poison in every block that is free and not cached. Each sequence must read its own
-tokens through its table after every step.
+The machine also models a cache with one number per slot. It writes to the slots of `append`, makes the copies of `fork`
+and `rollback`, and poisons every block that is free and not cached. After every step each sequence must read its own
+tokens through its table.
 """
 
 import copy
@@ -81,11 +81,11 @@ VMAPPED = {name: over_pools(operation) for name, operation in EAGER.items()}
 
 
 def draw_tokens(rng: np.random.Generator, count: int) -> list[int]:
-    return rng.integers(0, 2, count).tolist()  # few different ones, so that prefixes meet
+    return rng.integers(0, 2, count).tolist()  # few different tokens, so that prefixes match
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    # Sizes, and the windows of groups of layers. Few, since each compiles.
+    # Sizes, and the windows of groups of layers. Few, because each one compiles.
     SHAPES: tuple = (((4, 1, 2, 3), (None,)), ((500, 16, 4, 40), (None,)))
     NUM_POOLS = 1
     num_steps = 0
@@ -94,7 +94,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @initialize(data=st.data())
     def create(self, data: st.DataObject) -> None:
         self.shape, windows = data.draw(st.sampled_from(self.SHAPES))
-        # Without a group that keeps all blocks, what is found depends on the order in which they are overwritten.
+        # Without a group that keeps all blocks, matches depend on the order in which blocks are overwritten.
         self.has_cache = windows[0] is None
         num_blocks, block_size, _, max_blocks = self.shape
         self.width = max_blocks * block_size
@@ -180,7 +180,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             view[destinations] = view[sources]
 
     def kept_tokens(self, model: Model, row: int) -> list[tuple[int, int]]:
-        """(slot, token) of all that the row's window has not passed."""
+        """(slot, token) of each token that the row's window has not passed."""
         tokens = list(enumerate(model.tokens[row % model.num_seqs]))
         return [(model.slot(row, i), token) for i, token in tokens[model.passed[row] * model.block_size :]]
 
@@ -222,7 +222,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule(wanted=st.integers(0, 3))
     def clear(self, wanted: int) -> None:
-        if wanted or not self.has_cache:  # not as often as the others, or little is ever cached
+        if wanted or not self.has_cache:  # rarer than other operations, or little is ever cached
             return
         for model in self.models:
             model.clear()
@@ -244,12 +244,12 @@ class AllocatorMachine(RuleBasedStateMachine):
         if not self.earlier:
             return
         allocator, old, contents = self.earlier[which % len(self.earlier)]
-        if not all(model.has_freed_nothing_of(each) for model, each in zip(self.models, old, strict=True)):
+        if not all(model.has_kept_blocks_of(each) for model, each in zip(self.models, old, strict=True)):
             return
         for each, then, now in zip(old, contents, self.contents, strict=True):
-            for row in range(len(each.blocks)):  # the tokens of the old one's sequences are still there
+            for row in range(len(each.blocks)):  # the tokens of the old sequences are still there
                 assert all(now[slot] == token == then[slot] for slot, token in self.kept_tokens(each, row))
-        self.models = [model.gone_back(each) for model, each in zip(self.models, old, strict=True)]
+        self.models = [model.rolled_back_to(each) for model, each in zip(self.models, old, strict=True)]
         if self.has_cache:
             self.run("clear", allocator)
         else:
@@ -269,7 +269,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert int(allocator.num_waiting) == model.num_waiting
         max_blocks = allocator.block_tables.shape[-1]
         for index, row in enumerate(allocator.block_tables.reshape(-1, max_blocks).tolist()):
-            held, passed = model.held(index), model.passed[index]  # those before may be anything
+            held, passed = model.held(index), model.passed[index]  # earlier ones may be anything
             assert row[passed:] == held + [0] * (max_blocks - passed - len(held))
         if allocator.num_passed is not None:
             assert allocator.num_passed.ravel().tolist() == model.passed
@@ -283,21 +283,21 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 class GroupedMachine(AllocatorMachine):
-    """Groups of layers with windows: short ones, ones that are no multiple of a block, and no other group."""
+    """Groups of layers with windows: short ones, ones that are no multiple of a block, and without other groups."""
 
     SHAPES = (((90, 2, 4, 30), (None, 5, 5, 16)), ((60, 1, 3, 30), (None, None, 1)), ((40, 4, 3, 20), (7,)))
 
 
 class VmappedMachine(AllocatorMachine):
-    """Four independent pools at once, each with arguments of its own."""
+    """Four independent pools at once, each with its own arguments."""
 
     NUM_POOLS = 4
     SHAPES = (((40, 2, 6, 8), (None,)),)
     operations = VMAPPED
 
 
-def each_way(name):
-    """An operation on four pools under vmap, on each of them under jit, and on each eagerly: to the bit the same."""
+def in_all_modes(name):
+    """Runs an operation on four pools under vmap, on each under jit, and on each eagerly: results are bit-identical."""
 
     def operation(state, *args, **static):
         together = VMAPPED[name](state, *args, **static)
@@ -311,18 +311,18 @@ def each_way(name):
     return operation
 
 
-EACH_WAY = {name: each_way(name) for name in EAGER}
+IN_ALL_MODES = {name: in_all_modes(name) for name in EAGER}
 
 
 class EagerMachine(VmappedMachine):
     SHAPES = (((9, 4, 4, 3), (None,)),)
-    operations = EACH_WAY
+    operations = IN_ALL_MODES
 
 
 def run_machine(machine: type[AllocatorMachine], max_examples: int, steps: int) -> int:
     """The number of steps."""
     machine.num_steps = 0
-    # Not shrunk: that lasts minutes, and the steps of a failure are printed all the same.
+    # Without shrinking, which needs minutes; the steps of a failure are printed anyway.
     phases = (Phase.generate,)
     examples = settings(max_examples=max_examples * LONGER, stateful_step_count=steps, phases=phases)
     run_state_machine_as_test(machine, settings=examples)
@@ -345,8 +345,8 @@ def test_jit_and_vmap_equal_the_eager_run():
     assert run_machine(EagerMachine, 2, 20) >= 5
 
 
-def test_a_mistake_is_found(monkeypatch):
-    # The twin: a token too many.
+def test_an_injected_mistake_is_found(monkeypatch):
+    # The twin: one token too many.
     wrong = {**JITTED, "append": lambda state, counts, **static: JITTED["append"](state, counts + 1, **static)}
     monkeypatch.setattr(AllocatorMachine, "operations", wrong)
     with pytest.raises(AssertionError):

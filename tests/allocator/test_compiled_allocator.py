@@ -25,14 +25,14 @@ class Rows(NamedTuple):
 
 
 def in_order(result):
-    """In the order of the arguments, because JAX gives a result the first donated buffer of its shape."""
+    """Results in the order of the arguments, because JAX gives a result the first donated buffer of its shape."""
     prefix_cache, allocator, *rest = result
     return allocator, prefix_cache, rest
 
 
-# The operations, and the most fusions that one may compile to, on a CPU and on an NVIDIA GPU. XLA on a CPU makes
-# several of a prefix sum, the more the longer it is; for a GPU it makes a third of them in all. The bounds leave room
-# for an XLA that fuses otherwise: about twice the count. Unrolled over 64 rows it would be far more.
+# The operations, and the limit of fusions on a CPU and on an NVIDIA GPU. On a CPU, XLA compiles a prefix sum to several
+# fusions, more for longer ones; for a GPU it makes a third in all. The limits are about twice the count, in case XLA
+# fuses differently. A loop unrolled over 64 rows would exceed them by far.
 OPERATIONS = {
     "append": (lambda a, p, rows: (a.append(rows.counts), p), 30),
     "append, in order": (lambda a, p, rows: (a.append(rows.counts, order=rows.counts)[0], p), 30),
@@ -68,13 +68,13 @@ def compiled(name, num_seqs, donate=True):
 
 @pytest.fixture(autouse=True, scope="module")
 def _drop_compiled():
-    """Else some 60 programs, and their 4,000 memory maps, stay to the end of the run."""
+    """Otherwise about 60 programs with 4,000 memory maps stay until the end of the run."""
     yield
     compiled.cache_clear()
 
 
 def count_fusions(text):
-    """In the entry computation: what is launched one after the other."""
+    """Counts fusions in the entry computation, which are launched one after another."""
     return sum(operation == "fusion" for operation, *_ in instructions(text[text.index("\nENTRY") :]))
 
 
@@ -85,7 +85,7 @@ def check_fusions(name, batches):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_few_fusions_whatever_the_batch(name):
+def test_fusions_are_few_for_any_batch(name):
     check_fusions(name, BATCHES)
 
 
@@ -96,7 +96,7 @@ def steps(name, *sizes):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_the_program_is_the_same_whatever_the_batch_and_the_pool(name):
+def test_the_program_does_not_depend_on_batch_or_pool_size(name):
     few = steps(name, 4, 70)
     assert few.total() > 3
     assert few == steps(name, 64, 3001) == steps(name, 1024, 1_000_000)
@@ -117,7 +117,7 @@ def test_the_compiled_module_has_no_loop_no_sort_no_host(name):
     assert not operations & set(HOST_AND_LOOPS)
 
 
-def test_the_search_sees_a_loop_and_a_sort():
+def test_the_search_finds_a_loop_and_a_sort():
     def twin(x):
         return jax.lax.while_loop(lambda x: (x < 3).any(), lambda x: jnp.sort(x) + 1, x)
 
@@ -127,7 +127,7 @@ def test_the_search_sees_a_loop_and_a_sort():
 
 
 def pool_sized(text):
-    """(operation, line) of all whose result has an axis as long as the pool or as a prefix cache's table."""
+    """(operation, line) of instructions whose result has an axis as long as the pool or a prefix cache's table."""
     lengths = NUM_BLOCKS, PrefixCache.create(num_blocks=NUM_BLOCKS, block_size=1).listing.table.size
     axis = re.compile(rf"[\[,]({'|'.join(map(str, lengths))})[\],]")
     found = ((operation, line) for operation, _, line in instructions(text))
@@ -149,13 +149,13 @@ def test_donated_state_is_updated_in_place(name, num_seqs):
 
 @pytest.mark.parametrize("name", ["free", "insert"])
 def test_without_donation_the_state_is_copied(name):
-    # The twin: it shows that the test above can see a copy.
+    # The twin: the test above can detect a copy.
     assert pool_sized_copies(compiled(name, 1, donate=False).as_text())
 
 
 @pytest.mark.parametrize("name", ["append", "append, in order", "append 256"])
-def test_nothing_as_large_as_the_pool_is_computed_in_a_decode_step(name):
-    # Besides what is handed through, no instruction has a result as large as the pool: the cost follows the batch.
+def test_a_decode_step_computes_no_pool_sized_array(name):
+    # Apart from pass-through results, no instruction has a result as large as the pool: the cost depends on the batch.
     handed = "parameter", "tuple", "get-tuple-element", "bitcast"
     assert [line for operation, line in pool_sized(compiled(name, 1).as_text()) if operation not in handed] == []
 

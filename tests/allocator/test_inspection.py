@@ -30,7 +30,7 @@ def test_an_allocator_as_text():
     assert int(allocator.num_shared) == 1
     many = str(make(*[1] * 20, num_blocks=30))
     assert many.endswith("and 4 more sequences")
-    jax.jit(lambda a: str(a) and a.num_held)(allocator)  # text of a traced one is no error
+    jax.jit(lambda a: str(a) and a.num_held)(allocator)  # the str of a traced allocator works
 
 
 # The numbers of a healthy allocator that break each invariant: (field, index, number).
@@ -64,7 +64,7 @@ def changed(state, field, index, number):
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_broken_invariants_names_what_is_broken(name):
+def test_broken_invariants_are_named(name):
     allocator = make(6, 0, windows=(4,))
     assert allocator.broken_invariants() == ()
     for change in BREAKS[name]:
@@ -72,7 +72,7 @@ def test_broken_invariants_names_what_is_broken(name):
     assert name in allocator.broken_invariants()
 
 
-def test_every_invariant_has_a_state_that_breaks_it():
+def test_each_invariant_can_be_broken():
     source = inspect.getsource(inspection.broken_invariants)
     assert set(re.findall(r'^ +"(\w+)": ', source, re.MULTILINE)) == set(BREAKS)
 

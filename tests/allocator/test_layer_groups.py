@@ -1,11 +1,11 @@
-"""Which layers share a block table and which a cache."""
+"""Which layers share a block table, and which share a cache."""
 
 import pytest
 
 from jaxpaged import layer_groups
 
 
-def test_layers_of_one_kind_are_one_group():
+def test_layers_with_equal_windows_form_a_group():
     assert layer_groups([None] * 3).layers == ((0, 0), (1, 0), (2, 0))
     assert layer_groups([7, 7]).windows == (7,)
 
@@ -19,7 +19,7 @@ def test_layers_of_one_kind_are_one_group():
         ([4096, None, 8, None, 8], 1, (None, None, 8, 8, 4096)),
     ],
 )
-def test_each_layer_has_a_cache_of_its_own_among_those_of_its_group(windows, num_caches, of_groups):
+def test_each_layer_has_its_own_cache_within_its_group(windows, num_caches, of_groups):
     groups = layer_groups(windows)
     assert (groups.num_caches, groups.windows) == (num_caches, of_groups)
     assert len(set(groups.layers)) == len(windows)
@@ -28,7 +28,7 @@ def test_each_layer_has_a_cache_of_its_own_among_those_of_its_group(windows, num
         assert groups.windows[group] == window
 
 
-def test_a_sequence_holds_the_blocks_of_a_window_and_of_its_chunk():
+def test_a_sequence_holds_blocks_for_its_window_and_chunk():
     groups = layer_groups([None, 9, 9])
     assert groups.num_blocks(40, block_size=4) == 10 + 2 * 3
     assert groups.num_blocks(7, block_size=4) == 3 * 2
@@ -36,6 +36,6 @@ def test_a_sequence_holds_the_blocks_of_a_window_and_of_its_chunk():
 
 
 @pytest.mark.parametrize("windows", [[], [0], [None, 1.5], 8])
-def test_impossible_windows_are_refused(windows):
+def test_invalid_windows_are_refused(windows):
     with pytest.raises(ValueError, match="window"):
         layer_groups(windows)

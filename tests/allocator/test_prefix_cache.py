@@ -1,4 +1,4 @@
-"""The prefix cache, as traces with literal tables and free lists; and that no collision makes a match."""
+"""The prefix cache, as traces with literal tables and free lists. Hash collisions must never match."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def make(num_blocks=8, **changes):
 
 
 def rows(*prompts: list[int]) -> jax.Array:
-    """Three prompts, each at the end of its row after padding that is a token too."""
+    """Three prompts, each at the end of its row, after padding that looks like a token."""
     return jnp.asarray([[9] * (8 - len(prompt)) + prompt for prompt in fill(prompts)], jnp.int32)
 
 
@@ -34,7 +34,7 @@ def fill(prompts):
 
 
 def begin(prefix_cache, allocator, *prompts, salts=(0, 0, 0), insert=True):
-    """Matches, appends the rest and inserts: what a server does with new prompts. [] leaves a row alone."""
+    """Matches, appends the rest and inserts, as a server does with new prompts. [] does not change a row."""
     tokens, lengths, salts = rows(*prompts), counts(*map(len, fill(prompts))), counts(*salts)
     prefix_cache, allocator, num_cached = prefix_cache.match_prefix(allocator, tokens, lengths, salts=salts)
     allocator, _, ok = allocator.append(lengths - num_cached, q_len=8)
@@ -45,7 +45,7 @@ def begin(prefix_cache, allocator, *prompts, salts=(0, 0, 0), insert=True):
     return prefix_cache, allocator, num_cached.tolist()
 
 
-def test_a_prompt_shares_the_blocks_of_one_that_began_alike():
+def test_prompts_with_a_common_prefix_share_its_blocks():
     prefix_cache, allocator, hits = begin(*make(), [*A, *B, 7])
     assert hits == [0, 0, 0]
     prefix_cache, allocator, hits = begin(prefix_cache, allocator, [], [*A, *B, 8], [*A, *C, 8])
@@ -60,30 +60,30 @@ def test_a_prompt_shares_the_blocks_of_one_that_began_alike():
 @pytest.mark.parametrize(
     ("prompt", "hits"),
     [
-        ([*A, *B], 2),  # the last token is always left to be computed
+        ([*A, *B], 2),  # the last token is always computed
         ([*A, *B, 5], 4),
         ([*A], 0),
         ([*A, 3], 2),
-        ([*B, *A, 7], 0),  # the same blocks after others are not the same
+        ([*B, *A, 7], 0),  # equal blocks after different ones do not match
         ([9, *A, *B], 0),
         ([*A, *C, *B, 7], 2),
     ],
 )
-def test_what_counts_as_the_same_prefix(prompt, hits):
+def test_which_prefixes_match(prompt, hits):
     prefix_cache, allocator, _ = begin(*make(), [*A, *B, *C])
     assert begin(prefix_cache, allocator, [], prompt)[2] == [0, hits, 0]
 
 
-def test_free_blocks_are_found_until_their_space_is_needed():
+def test_free_blocks_stay_cached_until_they_are_reused():
     prefix_cache, allocator, _ = begin(*make(), [*A, *B, *C, 7])
     allocator = allocator.free(marks(1, 0, 0))
-    # The one that is not cached goes first, then the tail before the head.
+    # The block that is not cached is reused first, then the tail before the head.
     assert int(allocator.num_waiting) == 3
     assert free_ids(allocator) == [1, 2, 3, 7, 6, 5, 4]
     prefix_cache, other, hits = begin(prefix_cache, allocator, [*A, *B, *C, 8])
     assert hits == [6, 0, 0]
     assert int(other.num_waiting) == 0
-    # Four tokens too many for the blocks that are not cached: C's is overwritten, A and B stay.
+    # Four tokens more than fit the blocks that are not cached: C's block is overwritten, A and B stay.
     allocator, _, ok = allocator.append(counts(0, 8, 2), q_len=8)
     assert ok.all()
     assert allocator.block_tables.tolist() == [[0, 0, 0, 0], [4, 5, 6, 7], [3, 0, 0, 0]]
@@ -91,13 +91,13 @@ def test_free_blocks_are_found_until_their_space_is_needed():
     assert begin(prefix_cache, allocator, [*A, *B, *C, 8])[2] == [4, 0, 0]
 
 
-def test_salts_keep_tenants_apart():
+def test_salts_isolate_tenants():
     prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], salts=[5, 0, 0])
     assert begin(prefix_cache, allocator, [], [*A, *B, 7], salts=[0, 6, 0])[2] == [0, 0, 0]
     assert begin(prefix_cache, allocator, [], [*A, *B, 7], salts=[0, 5, 0])[2] == [0, 4, 0]
 
 
-def test_after_clear_nothing_is_found_and_held_blocks_can_be_cached_again():
+def test_clear_forgets_all_blocks_and_held_ones_can_be_cached_again():
     prefix_cache, before, _ = begin(*make(num_blocks=12), [*A, *B, 7], [*C, 7])
     before = before.free(marks(0, 1, 0))
     prefix_cache, allocator = prefix_cache.clear(before)
@@ -105,9 +105,9 @@ def test_after_clear_nothing_is_found_and_held_blocks_can_be_cached_again():
     assert allocator.block_tables.tolist() == [[1, 2, 3, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
     assert (int(allocator.num_waiting), int(allocator.num_free)) == (0, int(before.num_free))
     assert begin(prefix_cache, allocator, [], [*A, *B, 7], insert=False)[2] == [0, 0, 0]
-    # The allocator of before does not bring them back.
+    # The earlier allocator does not restore them.
     assert begin(prefix_cache, before, [], [*A, *B, 7], [*C, 7], insert=False)[2] == [0, 0, 0]
-    # The blocks of the first row are found once they are inserted again. All blocks can be handed out.
+    # The blocks of the first row match once they are inserted again. All blocks can be allocated.
     prefix_cache, allocator = prefix_cache.insert(allocator, rows([*A, *B, 7]))
     _, allocator, hits = begin(prefix_cache, allocator, [], [*A, *B, 7], [*C, 7])
     assert hits == [0, 4, 0]
@@ -117,18 +117,18 @@ def test_after_clear_nothing_is_found_and_held_blocks_can_be_cached_again():
 
 
 @pytest.mark.parametrize("length", [-1, 9, 2**31 - 1])
-def test_lengths_that_cannot_be_and_rows_that_are_occupied(length):
+def test_invalid_lengths_and_occupied_rows(length):
     prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7])
     tokens = rows([*A, *B, 7], [*A, *B, 7], [*A, *B, 7])
     prefix_cache, after, num_cached = prefix_cache.match_prefix(allocator, tokens, counts(5, length, 5))
     assert num_cached.tolist() == [0, 0, 4]
     assert after.lengths.tolist() == [5, 0, 4]
-    # A sequence longer than the tokens that are given is left out.
+    # A sequence longer than the given tokens is skipped.
     short, _ = create().insert(allocator, tokens[:, -4:])
     assert int(short.listing.next_serial) == 1
 
 
-def test_a_width_below_a_block_is_never_a_hit():
+def test_a_width_below_one_block_never_matches():
     prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7])
     one = jnp.ones((3, 1), jnp.int32)
     assert prefix_cache.match_prefix(allocator, one, counts(0, 1, 1))[2].tolist() == [0, 0, 0]
@@ -143,20 +143,20 @@ def all_equal(blocks, salts, secret):
     return (jnp.full(blocks.shape[:2], 7, jnp.uint32),) * 2
 
 
-def of_tokens(blocks, salts, secret):
-    """Blocks with the same tokens collide, whatever their salts are."""
+def hash_without_salt(blocks, salts, secret):
+    """Blocks with equal tokens collide, whatever their salts."""
     return hashes(blocks, jnp.zeros_like(salts), secret)
 
 
-def of_own_tokens(blocks, salts, secret):
-    """Blocks with the same tokens collide, whatever is before them."""
+def hash_without_parent(blocks, salts, secret):
+    """Blocks with equal tokens collide, whatever their parents."""
     alone = hashes(blocks.reshape(-1, 1, blocks.shape[2]), jnp.repeat(salts, blocks.shape[1]), secret)
     return tuple(half.reshape(blocks.shape[:2]) for half in alone)
 
 
 @pytest.fixture
 def patched(monkeypatch):
-    """`monkeypatch` for functions in `match_prefix` and `insert`, which are traced again, with it and after it."""
+    """`monkeypatch` for functions in `match_prefix` and `insert`, which are traced again during and after the test."""
 
     def trace_again():
         PrefixCache._match_prefix.clear_cache()
@@ -169,7 +169,7 @@ def patched(monkeypatch):
 
 
 @pytest.mark.parametrize("confirming", [True, False])
-def test_a_collision_of_hashes_is_no_match(patched, confirming):
+def test_a_hash_collision_is_no_match(patched, confirming):
     patched.setattr(listing, "chain_hashes", all_equal)
     if not confirming:  # the twin: hashes alone
         patched.setattr(listing.Listing, "_confirm", lambda self, ids, listed, blocks: listed)
@@ -179,27 +179,27 @@ def test_a_collision_of_hashes_is_no_match(patched, confirming):
     assert (num_cached == 0).all() == confirming
     if confirming:
         assert begin(prefix_cache, allocator, [], [], [*A, 7])[2] == [0, 0, 2]
-        # One of the colliding blocks is cached, and the sequences keep their own blocks.
+        # One of the colliding blocks is cached. The sequences keep their own blocks.
         assert int(prefix_cache.listing.next_serial) == 2
         assert allocator.block_tables.tolist() == [[1, 2, 3, 0], [4, 5, 0, 0], [0, 0, 0, 0]]
 
 
-def test_blocks_of_another_salt_that_collide_neither_match_nor_hide_ones_own(patched):
-    # An attack by a tenant that knows the hashes: salt 1 holds blocks with the tags and the buckets of salt 0's blocks.
-    patched.setattr(listing, "chain_hashes", of_tokens)
+def test_blocks_that_collide_across_salts_neither_match_nor_hide_others(patched):
+    # An attack by a tenant that knows the hashes: blocks of salt 1 have the tags and buckets of salt 0's blocks.
+    patched.setattr(listing, "chain_hashes", hash_without_salt)
     prompt = [*A, *B, *C, 7]
     prefix_cache, allocator, hits = begin(*make(num_blocks=20), prompt, salts=[1, 0, 0])
     assert begin(prefix_cache, allocator, [], prompt, salts=[0, 0, 0])[2] == [0, 0, 0]
     prefix_cache, allocator, hits = begin(prefix_cache, allocator, [], prompt)
     assert hits == [0, 0, 0]
-    # Each finds its own three.
+    # Each salt matches its own three blocks.
     _, together, hits = begin(prefix_cache, allocator.free(marks(1, 1, 0)), prompt, prompt, salts=[1, 0, 0])
     assert hits == [6, 6, 0]
     assert together.block_tables[:2, :3].tolist() == allocator.block_tables[:2, :3].tolist() == [[1, 2, 3], [5, 6, 7]]
 
 
 def test_salts_that_collide_in_one_call_keep_their_blocks(patched):
-    patched.setattr(listing, "chain_hashes", of_tokens)
+    patched.setattr(listing, "chain_hashes", hash_without_salt)
     prompt = [*A, *B, 7]
     prefix_cache, allocator, _ = begin(*make(num_blocks=20), prompt, prompt, prompt, salts=[0, 1, 1])
     assert allocator.block_tables[:, :3].tolist() == [[1, 2, 3], [4, 5, 6], [4, 5, 9]]
@@ -207,20 +207,20 @@ def test_salts_that_collide_in_one_call_keep_their_blocks(patched):
     assert hits == [4, 4, 0]
 
 
-def test_blocks_behind_others_that_collide_are_not_shared(patched):
-    patched.setattr(listing, "chain_hashes", of_own_tokens)
-    # In one call: B after C is not the B after A.
+def test_blocks_after_blocks_that_collide_are_not_shared(patched):
+    patched.setattr(listing, "chain_hashes", hash_without_parent)
+    # Within one call, B after C differs from B after A.
     prefix_cache, allocator, _ = begin(*make(num_blocks=20), [*A, *B, 7], [*C, *B, 7])
     assert allocator.block_tables[:2, :3].tolist() == [[1, 2, 3], [4, 5, 6]]
     assert int(prefix_cache.listing.next_serial) == 1 + 3
-    # In another: a lookup finds A and C, and B only after A.
+    # Across calls, a lookup finds A and C, and B only after A.
     allocator = allocator.free(marks(0, 1, 0))
     _, allocator, hits = begin(prefix_cache, allocator, [], [*C, *B, 8], [*A, *B, 8])
     assert hits == [0, 2, 4]
     assert allocator.block_tables[:, :2].tolist() == [[1, 2], [4, 5], [1, 2]]
 
 
-def test_threefry_is_that_of_jax():
+def test_threefry_equals_jax():
     numbers = np.random.default_rng(0).integers(0, 2**32, (2, 2), np.uint32)
     ours = threefry(*jnp.asarray(numbers))
     np.testing.assert_array_equal(ours, threefry_2x32(*jnp.asarray(numbers)))
@@ -235,21 +235,21 @@ def test_other_secrets_and_salts_give_other_hashes(change):
     assert (np.asarray(before) != np.asarray(after)).all()
 
 
-def test_a_secret_changes_nothing_that_is_found():
+def test_a_secret_does_not_change_matches():
     prefix_cache, allocator, _ = begin(*make(secret=2**128 - 1), [*A, *B, 7])
     assert begin(prefix_cache, allocator, [], [*A, *B, 8], [*A, *C, 8])[2] == [0, 4, 2]
 
 
-def test_where_the_table_has_no_place_the_block_is_not_cached(patched):
-    def one_start(blocks, salts, secret):
+def test_a_block_without_a_free_bucket_is_not_cached(patched):
+    def same_first_bucket(blocks, salts, secret):
         return hashes(blocks, salts, secret)[0], jnp.zeros(blocks.shape[:2], jnp.uint32)
 
-    patched.setattr(listing, "chain_hashes", one_start)
+    patched.setattr(listing, "chain_hashes", same_first_bucket)
     patched.setattr(listing, "PROBES", 1)
     prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], [*C, 7])
     assert int(prefix_cache.listing.next_serial) == 2
     assert begin(prefix_cache, allocator, [], [], [*A, *B, 7])[2] == [0, 0, 2]
-    # Once its block is overwritten the bucket is free.
+    # Overwriting the block frees its bucket.
     allocator = allocator.free(marks(1, 1, 0))
     allocator, _, _ = allocator.append(counts(8, 6, 0), q_len=8)
     allocator = allocator.free(marks(1, 1, 0))
@@ -258,8 +258,8 @@ def test_where_the_table_has_no_place_the_block_is_not_cached(patched):
     assert begin(prefix_cache, allocator, [], [*C, 8])[2] == [0, 2, 0]
 
 
-def test_many_random_prompts_all_find_their_places():
-    # Every block of the pool is cached, with different tokens: none falls out of the table.
+def test_many_random_prompts_all_get_buckets():
+    # Every block of the pool is cached with different tokens, and none is dropped from the table.
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 50_000, (256, 33), np.int32))
     allocator = allocators.make(*[32] * 256, num_blocks=2049, max_blocks=8)
     prefix_cache, allocator = jax.jit(PrefixCache.insert)(create(2049, 4), allocator, tokens[:, :32])
@@ -274,7 +274,7 @@ def test_attention_reads_the_tokens_of_shared_blocks():
     cache, allocator = write(create_cache(allocator), allocator, [*A, *B, 7], [], [])
     prefix_cache, allocator = prefix_cache.insert(allocator, rows([*A, *B, 7]))
     allocator = allocator.free(marks(1, 0, 0))
-    free = np.setdiff1d(np.arange(8), [1, 2])  # all but the blocks where the prefix waits
+    free = np.setdiff1d(np.arange(8), [1, 2])  # all blocks except the cached prefix
     cache = KVCache(cache.k.at[free].set(jnp.nan), cache.v.at[free].set(jnp.nan))
     _, allocator, num_cached = prefix_cache.match_prefix(allocator, rows([], [*A, *B, 8, 9]), counts(0, 6, 0))
     assert num_cached.tolist() == [0, 4, 0]
@@ -283,7 +283,7 @@ def test_attention_reads_the_tokens_of_shared_blocks():
 
 
 def test_the_compiled_insert_computes_each_hash_once():
-    # Fused into every reader they are in the program 39 times, which then compiles for minutes on a CPU.
+    # Fused into every reader, the hashes would occur 39 times and compile for minutes on a CPU.
     insert = jax.jit(lambda p, a: p.insert(a, rows(A, B, C), salts=counts(1, 2, 3) + a.lengths))
     compiled = insert.lower(*make()).compile()
     assert compiled.as_text().count(str(0x1BD11BDA)) == 4  # Threefry's constant: two keys, tokens, sums

@@ -11,8 +11,8 @@ from jaxpaged import BlockAllocator
 from tests.allocator.allocators import counts, make, marks
 
 
-def allocator_of(rows, lengths=None):
-    """The blocks of each row, of 4 tokens, and its length: by default the blocks are full, and a new token follows."""
+def allocator_with(rows, lengths=None):
+    """An allocator from the blocks of each row, of 4 tokens. By default blocks are full and a new token follows."""
     tables = np.zeros((len(rows), 6), np.int32)
     for table, row in zip(tables, rows, strict=True):
         table[: len(row)] = row
@@ -22,8 +22,8 @@ def allocator_of(rows, lengths=None):
 
 
 def found(rows, lengths=None, **which):
-    """(rows, blocks) of each group that shares something."""
-    return named(allocator_of(rows, lengths).prefix_groups(**which))
+    """(rows, blocks) of each group that shares blocks."""
+    return named(allocator_with(rows, lengths).prefix_groups(**which))
 
 
 def named(groups):
@@ -32,25 +32,25 @@ def named(groups):
     return [((begin, end), blocks[first]) for begin, end, first in bounds if begin < end and blocks[first]]
 
 
-def test_a_row_joins_the_group_that_saves_it_the_most():
-    """All begin with two blocks. Three share five, which saves each more."""
+def test_a_row_joins_the_group_that_saves_most():
+    """All rows begin with two equal blocks. Three of them share five, which saves more for each."""
     rows = [[1, 2, 20], [1, 2, 21], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 22]]
-    groups = allocator_of(rows).prefix_groups()
+    groups = allocator_with(rows).prefix_groups()
     assert named(groups) == [((0, 2), 2), ((2, 5), 5)]
-    assert groups.num_blocks.tolist() == [2, 2, 5, 5, 5, 0]  # the last is alone
+    assert groups.num_blocks.tolist() == [2, 2, 5, 5, 5, 0]  # the last row is alone
     assert groups.starts.tolist() == [0, 2, 5, 6, 6]
 
 
 def test_rows_that_share_nothing_are_in_no_group():
     assert found([[9], [1, 2], [1, 2], [7], [8], [3, 4], [3, 5]]) == [((1, 3), 2), ((5, 7), 1)]
     assert found([[1, 2, 3], [4, 2, 3], [5]]) == []
-    assert found([[1], [2], [1]]) == []  # no neighbours
+    assert found([[1], [2], [1]]) == []  # not neighbours
     assert found([[1, 2]]) == found([[], []]) == []
 
 
-def test_rows_without_tokens_do_not_separate_others():
-    groups = allocator_of([[], [1, 2], [], [1, 3], [], [9], []]).prefix_groups()
-    assert named(groups) == [((0, 5), 1)]  # their queries count, and take no part
+def test_empty_rows_do_not_split_a_group():
+    groups = allocator_with([[], [1, 2], [], [1, 3], [], [9], []]).prefix_groups()
+    assert named(groups) == [((0, 5), 1)]  # empty rows are inside the group but share nothing
     assert groups.num_blocks.tolist() == [0, 1, 0, 1, 0, 0, 0]
     assert groups.first[:1].tolist() == [1]
 
@@ -65,7 +65,7 @@ def test_a_block_with_a_new_token_is_not_shared():
 
 def test_packed_rows():
     rows = [[1, 2, 3], [1, 2, 4], [9], [1, 2, 5], [1, 2, 5]]
-    starts = counts(2, 4, 7, 7, 12, 13)  # the third has no new token
+    starts = counts(2, 4, 7, 7, 12, 13)  # the third row has no new token
     assert found(rows, query_starts=starts) == [((2, 13), 2)]
     starts = counts(0, 6, 9, 10, 15, 16)
     assert found(rows, query_starts=starts) == [((0, 9), 1), ((10, 16), 2)]
@@ -81,12 +81,12 @@ def test_forks_share_their_full_blocks_until_they_end():
 
 
 def test_random_tables():
-    """Members are neighbours, have the same blocks, all full and without a new token; groups follow one another."""
+    """Members are neighbours with equal, full blocks that hold no new token. Groups are in order."""
     rng, num_grouped = np.random.default_rng(0), 0
     step = jax.jit(BlockAllocator.prefix_groups)
     for _ in range(60):
         rows = [rng.integers(1, 3, rng.choice([0, 3, 5])).tolist() for _ in range(9)]
-        allocator = allocator_of(rows, [max(4 * len(row) - int(rng.integers(0, 4)), 0) for row in rows])
+        allocator = allocator_with(rows, [max(4 * len(row) - int(rng.integers(0, 4)), 0) for row in rows])
         groups = step(allocator)
         starts, first, shared = map(np.asarray, (groups.starts, groups.first, groups.num_blocks))
         assert (np.diff(starts) >= 0).all()

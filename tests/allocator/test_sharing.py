@@ -8,7 +8,7 @@ from tests.allocator.allocators import assert_same, attend, counts, create_cache
 
 
 def pairs(copies) -> list[tuple[int, int]]:
-    """(source, destination) of the copies that are not padding."""
+    """(source, destination) of each copy that is not padding."""
     return [(s, d) for s, d in zip(*(ids.tolist() for ids in copies), strict=True) if d]
 
 
@@ -22,7 +22,7 @@ def test_parallel_sampling_shares_full_blocks_and_copies_the_last():
     assert pairs(copies) == [(2, 4), (2, 5)]
     assert forked.pool.num_holders().tolist()[:6] == [0, 3, 1, 1, 1, 1]
     assert forked.broken_invariants() == ()
-    # A shared block stays until its last holder goes.
+    # A shared block is freed with its last holder.
     freed = forked.free(marks(1, 1, 0, 0))
     assert free_ids(freed) == [11, 10, 9, 8, 7, 6, 4, 2]
     freed = freed.free(marks(0, 0, 1, 0))
@@ -30,8 +30,8 @@ def test_parallel_sampling_shares_full_blocks_and_copies_the_last():
     assert freed.broken_invariants() == ()
 
 
-def test_beam_search_reorders_in_place_and_an_heir_copies_nothing():
-    # Four beams with a common full block. 0 and 3 go on in each other's row, 1 has two children, 2 has none.
+def test_beam_search_reorders_in_place_and_a_sole_child_copies_nothing():
+    # Four beams with a common full block. Beams 0 and 3 swap rows, 1 has two children, 2 has none.
     allocator, _, _ = make(4, 0, 0, 0).fork(counts(0, 0, 0, 0))
     allocator, _, _ = allocator.append(counts(2, 2, 2, 2), q_len=2)
     assert allocator.block_tables[:, :2].tolist() == [[1, 2], [1, 3], [1, 4], [1, 5]]
@@ -43,12 +43,12 @@ def test_beam_search_reorders_in_place_and_an_heir_copies_nothing():
     assert after.broken_invariants() == ()
 
 
-def test_too_few_blocks_for_all_copies_refuse_the_later_rows_and_no_row_inherits():
-    # Rows 0 and 1 inherit from each other, and the one free block is enough for row 2.
+def test_with_too_few_blocks_for_copies_later_rows_are_refused_and_none_inherits():
+    # Rows 0 and 1 inherit from each other. The single free block is enough for row 2.
     _, copies, ok = make(3, 2, 1, num_blocks=5).fork(counts(1, 0, 0), replace=True)
     assert ok.all()
     assert pairs(copies) == [(1, 4)]
-    # It is not enough for two: row 0 may then not be replaced, so row 1 does not inherit, and all want copies.
+    # It is not enough for two copies. Row 0 is then not replaced, so row 1 cannot inherit and all need copies.
     after, copies, ok = make(3, 2, 1, 1, num_blocks=6).fork(counts(1, 0, 0, 0), replace=True)
     assert ok.tolist() == [True, False, False, False]
     assert pairs(copies) == [(2, 5)]
@@ -69,7 +69,7 @@ def test_too_few_blocks_for_all_copies_refuse_the_later_rows_and_no_row_inherits
         ((2, 1, 2), True, [True, True, True]),  # a copy of an empty row is empty
     ],
 )
-def test_parents_that_cannot_be(parents, replace, ok):
+def test_invalid_parents(parents, replace, ok):
     allocator = make(5, 3, 0)
     after, _, got = allocator.fork(counts(*parents), replace=replace)
     assert got.tolist() == ok
@@ -80,7 +80,7 @@ def test_parents_that_cannot_be(parents, replace, ok):
             assert after.lengths[i] == allocator.lengths[i]
 
 
-def test_rollback_gives_back_the_blocks_beyond():
+def test_rollback_frees_the_blocks_beyond():
     allocator = make(14, 9)
     assert allocator.block_tables.tolist() == [[1, 2, 3, 4], [5, 6, 7, 0]]
     after, copies, ok = allocator.rollback(counts(5, 8))
@@ -94,7 +94,7 @@ def test_rollback_gives_back_the_blocks_beyond():
 
 
 @pytest.mark.parametrize("length", [-1, 7, 2**31 - 1, -(2**31)])
-def test_lengths_that_cannot_be(length):
+def test_invalid_lengths(length):
     allocator = make(6, 3)
     after, _, ok = allocator.rollback(counts(length, 1))
     assert ok.tolist() == [False, True]
@@ -102,19 +102,19 @@ def test_lengths_that_cannot_be(length):
     assert after.broken_invariants() == ()
 
 
-def test_rollback_into_a_shared_block_takes_a_copy():
+def test_rollback_into_a_shared_block_copies_it():
     allocator, _, _ = make(8, 0).fork(counts(0, 0))
     after, copies, ok = allocator.rollback(counts(8, 6))
     assert ok.all()
     assert pairs(copies) == [(2, 3)]
     assert after.block_tables[:, :2].tolist() == [[1, 2], [1, 3]]
     assert after.pool.num_holders().tolist()[:4] == [0, 2, 1, 1]
-    # Both at once: each gets its own, and the block that both leave is free.
+    # Both at once: each gets its own copy, and the block that both leave is freed.
     after, copies, ok = allocator.rollback(counts(7, 6))
     assert pairs(copies) == [(2, 3), (2, 4)]
     assert 2 in free_ids(after)
     assert after.broken_invariants() == ()
-    # With no block for the copy the row stays as it is.
+    # Without a free block for the copy the row does not change.
     full, _, _ = make(8, 0, num_blocks=3).fork(counts(0, 0))
     after, copies, ok = full.rollback(counts(8, 6))
     assert ok.tolist() == [True, False]

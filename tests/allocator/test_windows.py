@@ -1,4 +1,4 @@
-"""Groups of layers: each has a table, all get blocks of one pool, and windows give back the blocks they have passed."""
+"""Groups of layers: each has a table, all share one pool, and windows free the blocks that they have passed."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ def make(*windows, num_seqs=1, num_blocks=24, max_blocks=8):
 
 
 def grown(allocator, *lengths, q_len=1):
-    """By chunks of `q_len` tokens to these lengths."""
+    """Appends chunks of `q_len` tokens up to these lengths."""
     while (missing := counts(*lengths) - allocator.lengths).any():
         allocator, _, ok = allocator.append(jnp.minimum(missing, q_len), q_len=q_len)
         assert ok.all()
@@ -27,38 +27,38 @@ def grown(allocator, *lengths, q_len=1):
 
 
 def held(allocator):
-    """The blocks of each table row of all groups."""
+    """The blocks in each row of the tables of all groups."""
     rows, is_entry = allocator.rows, allocator.is_entry(allocator.lengths)
     return [row[entries].tolist() for row, entries in zip(np.asarray(rows), np.asarray(is_entry), strict=True)]
 
 
-def test_each_group_gets_blocks_of_its_own():
+def test_each_group_gets_its_own_blocks():
     allocator, slots, ok = make(None, 8, num_seqs=2).append(counts(5, 2), q_len=5)
     assert allocator.block_tables[..., :2].tolist() == [[[1, 2], [5, 0]], [[3, 4], [6, 0]]]
     assert slots[0].tolist() == [[4, 5, 6, 7, 8], [96, 96, 96, 20, 21]]
     assert slots[1].tolist() == [[12, 13, 14, 15, 16], [96, 96, 96, 24, 25]]
     assert sorted(free_ids(allocator.free(marks(1, 1)))) == sorted(free_ids(make(None)))
     assert allocator.slots(counts(0, 1), counts(4, 2)).tolist() == [[8, 96], [16, 96]]  # row 1 has two tokens
-    assert allocator.append(counts(1, 0))[1].tolist() == [[9, 96], [17, 96]]  # one token each: no axis of tokens
+    assert allocator.append(counts(1, 0))[1].tolist() == [[9, 96], [17, 96]]  # one token each: no token axis
 
 
-def test_one_group_has_no_axis_of_groups():
+def test_a_single_group_has_no_group_axis():
     allocator = make(None)
     assert (allocator.num_passed, allocator.windows, allocator.block_tables.shape) == (None, (None,), (1, 8))
     assert allocator.group(0) is allocator
 
 
-def test_a_window_gives_back_the_blocks_that_it_has_passed():
-    allocator = make(None, 6)  # the query at position 9 is the first that sees no token of the first block
+def test_a_window_frees_the_blocks_that_it_has_passed():
+    allocator = make(None, 6)  # the query at position 9 is the first that sees nothing of the first block
     assert held(grown(allocator, 9)) == [[1, 3, 5], [2, 4, 6]]
     assert held(grown(allocator, 10)) == [[1, 3, 5], [4, 6]]
-    assert held(grown(allocator, 13)) == [[1, 3, 5, 2], [4, 6, 7]]  # 2 is handed out again
+    assert held(grown(allocator, 13)) == [[1, 3, 5, 2], [4, 6, 7]]  # 2 is allocated again
     assert held(grown(allocator, 14)) == [[1, 3, 5, 2], [6, 7]]
     assert grown(allocator, 14).broken_invariants() == ()
 
 
 @pytest.mark.parametrize("window", [1, 2, 4, 5, 9, 100])
-def test_a_window_holds_what_it_shows_and_at_most_a_block_more(window):
+def test_a_window_holds_at_most_one_extra_block(window):
     def step(allocator, _):
         allocator, _, _ = allocator.append(counts(1))
         return allocator, allocator.num_passed[0, 0]
@@ -69,7 +69,7 @@ def test_a_window_holds_what_it_shows_and_at_most_a_block_more(window):
     assert (-(-lengths // 4) - num_passed <= -(-(window - 1) // 4) + 1).all()
 
 
-def test_what_windows_have_passed_is_free_for_the_same_call_and_for_a_refused_one():
+def test_passed_blocks_are_free_within_the_same_call_even_if_it_is_refused():
     allocator = grown(make(6, num_blocks=4), 12)
     assert held(allocator) == [[2, 3]]  # one of three is free
     allocator, _, ok = allocator.append(counts(1))
@@ -79,7 +79,7 @@ def test_what_windows_have_passed_is_free_for_the_same_call_and_for_a_refused_on
     assert int(allocator.lengths[0]) == 13
 
 
-def test_a_rollback_does_not_go_back_behind_a_window():
+def test_rollback_cannot_go_behind_a_window():
     allocator = grown(make(None, 6), 14)  # the window has passed the first two blocks
     assert allocator.num_passed.tolist() == [[0], [2]]
     for length, fine in ((14, True), (13, True), (12, False), (1, False), (0, True), (15, False)):
@@ -89,7 +89,7 @@ def test_a_rollback_does_not_go_back_behind_a_window():
         assert after.lengths.tolist() == [length if fine else 14]
 
 
-def test_a_group_is_what_its_layers_attend_with():
+def test_layers_attend_with_their_group():
     allocator, positions = grown(make(None, 6, num_seqs=2), 14, 3), jnp.arange(14, dtype=jnp.int32)
     values = jnp.broadcast_to(positions[:, None, None].astype(jnp.float32), (14, 1, 8))
     for index, mean in enumerate([6.5, 10.5]):
@@ -132,17 +132,17 @@ def match(prefix_cache, allocator, tokens):
     return allocator, int(num_cached[0])
 
 
-def test_a_prefix_begins_with_the_blocks_that_windows_show():
+def test_a_found_prefix_has_the_blocks_that_windows_need():
     prefix_cache, allocator, tokens = cached(None, 6)
     after, num_cached = match(prefix_cache, allocator, tokens)
     assert num_cached == 12
-    assert after.num_passed.tolist() == [[0], [1]]  # the next token sees those from position 7 on
+    assert after.num_passed.tolist() == [[0], [1]]  # the next token sees positions from 7 on
     assert [len(ids) for ids in held(after)] == [3, 2]
-    again, num_cached = match(prefix_cache, allocator, tokens[:, :9])  # what the window had passed is cached too
+    again, num_cached = match(prefix_cache, allocator, tokens[:, :9])  # passed blocks are cached too
     assert (num_cached, again.num_passed.tolist()) == (8, [[0], [0]])
 
 
-def test_a_prefix_is_cut_back_to_where_windows_have_their_blocks():
+def test_a_prefix_is_cut_to_where_windows_have_their_blocks():
     prefix_cache, allocator, tokens = cached(None, 6)
     held_before, _ = match(prefix_cache, allocator, tokens)
     third = held(held_before)[1][-1]  # the window's block of positions 8 to 11
@@ -152,7 +152,7 @@ def test_a_prefix_is_cut_back_to_where_windows_have_their_blocks():
     assert held(after)[0] == held(held_before)[0][:2]
 
 
-def test_without_a_full_group_a_prefix_is_found_while_all_of_its_windows_is_cached():
+def test_without_a_full_group_a_prefix_is_found_while_its_windows_are_cached():
     prefix_cache, allocator, tokens = cached(6)
     after, num_cached = match(prefix_cache, allocator, tokens)
     assert (num_cached, len(held(after)[0])) == (12, 2)

@@ -1,7 +1,7 @@
 """The cases that every implementation of attention must get right.
 
-An implementation is a subclass whose name begins with Test: it computes a case, says what it takes, and inherits all
-tests. What is special to it stands beside it.
+An implementation is a subclass whose name begins with Test. It computes a case, names the features it supports, and
+inherits all tests. Tests of one implementation alone are in the subclass's file.
 """
 
 import functools
@@ -14,7 +14,7 @@ import pytest
 
 from tests.cases import OPTIONS, Case, assert_lse, assert_within_budget, make_case, within_budget
 
-# What must give another result, of a case with a scale.
+# Faults: changes to a case with a scale that must change the result.
 FAULTS = {
     "values are keys": lambda case: case.replace(v_cache=case.k_cache),
     "table rolled": lambda case: case.replace(block_tables=jnp.roll(case.block_tables, 1, axis=0)),
@@ -25,10 +25,10 @@ EIGHT_BITS = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8
 
 
 class Conformance:
-    """The attributes are what an implementation takes. A test runs once for each value of what it names; if there is
-    none, the implementation does not have the test."""
+    """The attributes list the features of an implementation. A test runs once for each value of the attributes that its
+    arguments name. With an empty list the implementation does not have the test."""
 
-    case = staticmethod(make_case)  # with other defaults, if its sizes must be others
+    case = staticmethod(make_case)  # override if an implementation needs other sizes
     long_case = staticmethod(functools.partial(make_case, lengths=(0, 1, 300, 77), max_blocks=20))  # for partitions
     options = tuple(OPTIONS)
     options_of_partitions = tuple(OPTIONS)
@@ -43,12 +43,12 @@ class Conformance:
     faults = tuple(FAULTS)
 
     def attend(self, case: Case, num_partitions: int = 1) -> tuple[Any, Any]:
-        """Out and lse, in the shapes that the case has."""
+        """Out and lse, in the shapes of the case."""
         raise NotImplementedError
 
     @classmethod
     def values(cls) -> dict[str, tuple]:
-        """Of each argument of a test."""
+        """The values of each argument of a test."""
         return {
             "option": cls.options,
             "option_of_partitions": cls.options_of_partitions,
@@ -125,14 +125,14 @@ class Conformance:
         assert not good.reshape(2, -1).all(axis=1).any(), "every sequence must show it"
 
     def test_a_nan_would_show(self):
-        """One slot past the end that gets in would be noticed: the builder poisons them."""
+        """A read past the end would be noticed: the builder poisons those slots."""
         case = self.case(lengths=(27, 60))
         out, _ = self.attend(case.replace(lengths=case.lengths + 1))
         assert np.isnan(np.asarray(out, np.float32)).any(axis=-1).reshape(2, -1).any(axis=1).all()
 
 
 class OptionsAlone(Conformance):
-    """For what another implementation computes in the end."""
+    """For wrappers whose result another implementation computes."""
 
     options_of_partitions = options_of_8_bits = q_lens = dtypes = head_dims = block_sizes = groups = scaled_caches = ()
 

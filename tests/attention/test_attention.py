@@ -46,11 +46,11 @@ class TestXla(Conformance):
 
 
 class TestReference(Conformance):
-    """The oracle of all tests, which is written in NumPy, says the same."""
+    """The reference equals the oracle of all tests, which is written in NumPy."""
 
     options_of_partitions = options_of_8_bits = ()
     q_lens = 5, 100
-    dtypes = (jnp.float32,)  # the reference gives no other
+    dtypes = (jnp.float32,)  # the reference returns only float32
     head_dims, block_sizes = (32, 120), (24,)
     scaled_caches = (BF16, None), (jnp.float8_e4m3fn, "tensor"), (jnp.float8_e5m2, "head"), (jnp.int8, "token_head")
 
@@ -77,7 +77,7 @@ def test_no_divisibility_rule(max_blocks, num_partitions):
         (dict(q_len=512), 4),  # the logits of a prompt
     ],
 )
-def test_partitions_of_xla_fill_a_gpu(shape, partitions):
+def test_xla_partitions_fill_a_gpu(shape, partitions):
     def default(*, seqs=1, q_len=1, capacity=8192, block_size=8, cache_dtype=jnp.bfloat16, on_gpu=True):
         cache = jax.ShapeDtypeStruct((100, block_size, 8, 128), cache_dtype)
         a = Call(
@@ -95,7 +95,7 @@ def test_partitions_of_xla_fill_a_gpu(shape, partitions):
     assert default(**shape, on_gpu=False) == 1
 
 
-def test_partitions_of_xla_are_those_of_the_device(monkeypatch):
+def test_xla_partitions_depend_on_the_device(monkeypatch):
     case = make_case(lengths=(0, 1, 300, 1100, 517), max_blocks=80)
 
     def traced(**options):
@@ -107,11 +107,11 @@ def test_partitions_of_xla_are_those_of_the_device(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_a_scale_on_a_cache_of_qs_own_dtype(dtype):
+def test_a_scale_with_an_unquantised_cache(dtype):
     check(make_case(dtype=dtype, cache_dtype=dtype, scale_shape="head"))
 
 
-def test_blocks_of_several_tiles_with_a_scale_a_token():
+def test_blocks_of_several_tiles_with_token_scales():
     check(make_case(block_size=256, max_blocks=3, cache_dtype=jnp.int8, scale_shape="token_head"), num_partitions=2)
 
 
@@ -141,7 +141,7 @@ def test_traced_scalars_compile_once():
     assert len(traces) == 1
 
 
-def test_a_number_of_numpy_is_a_window_whatever_its_dtype():
+def test_a_window_may_be_a_numpy_scalar_of_any_dtype():
     case = make_case()
     expected = paged_attention(*case.arrays, sliding_window=7)
     for window in (np.uint8(7), np.int16(7), np.array(7)):
@@ -149,7 +149,7 @@ def test_a_number_of_numpy_is_a_window_whatever_its_dtype():
 
 
 def test_a_window_that_slides_past_whole_blocks_never_reads_them():
-    # An engine may hand on blocks behind the window: they may hold another owner's NaN, their entries garbage.
+    # An engine may reuse blocks before the window: they may hold another owner's NaN, and table entries may be garbage.
     case = make_case(lengths=(80, 77, 40), options={"sliding_window": 20}, q_len=3)
     expected, _ = oracle(case)
     tables = np.asarray(case.block_tables).copy()
@@ -175,7 +175,7 @@ def test_two_runs_and_other_neighbours_give_equal_bits(num_partitions):
     out, lse = attend(case, num_partitions=num_partitions)
     again, _ = attend(case, num_partitions=num_partitions)
     assert (out == again).all()
-    # The same sequence in another row, beside others.
+    # The same sequence in another row, with other neighbours.
     rows = jnp.asarray([2, 0, 1, 1])
     moved = case.replace(q=case.q[rows], block_tables=case.block_tables[rows], lengths=case.lengths[rows])
     among_others, its_lse = attend(moved, num_partitions=num_partitions)
@@ -200,7 +200,7 @@ def test_block_size_and_fragmentation_do_not_change_a_bit():
         assert (out == outs[0]).all()
 
 
-# The oracle itself, against attention that never heard of blocks.
+# The oracle itself, against dense attention without blocks
 
 
 def test_reference_is_dense_attention():
@@ -214,7 +214,7 @@ def test_reference_is_dense_attention():
         pool[order] = values.reshape(pool.shape)
     tables, lengths = order[None].astype(np.int32), np.asarray([length], np.int32)
     out, lse = paged_attention_reference(q, *pools, tables, lengths, return_lse=True)
-    # In float64, token by token, head by head.
+    # In float64, per token and head
     for row in range(q_len):
         seen = length - q_len + row + 1
         for head in range(6):
@@ -225,7 +225,7 @@ def test_reference_is_dense_attention():
             np.testing.assert_allclose(lse[0, row, head], np.log(weights.sum()), atol=2e-6)
 
 
-# Negative twins: each of these mistakes must be seen by the budget.
+# Negative twins: each of these mistakes must exceed the budget.
 
 
 def wrong(case: Case, mistake: str):

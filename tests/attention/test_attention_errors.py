@@ -1,4 +1,4 @@
-"""What paged_attention refuses, and that each refusal says what it got and what to do."""
+"""Refusals of paged_attention. Each message quotes what was received and says what to do."""
 
 import dataclasses
 import importlib.metadata
@@ -116,10 +116,10 @@ def test_choice_of_implementation(options, error, message):
         ("0.12.0", "12.9.41", True),
         ("0.12.0", "12.9.86", False),
         ("0.12.0", None, False),
-        (None, "12.8.93", False),  # JAX for CUDA 13, beside another library's nvcc
+        (None, "12.8.93", False),  # JAX for CUDA 13, with another library's nvcc installed
     ],
 )
-def test_a_ptxas_that_miscompiles_is_found(monkeypatch, plugin, nvcc, is_broken):
+def test_a_miscompiling_ptxas_is_detected(monkeypatch, plugin, nvcc, is_broken):
     versions = {"jax-cuda12-plugin": plugin, "nvidia-cuda-nvcc-cu12": nvcc}
 
     def version(name):
@@ -133,7 +133,7 @@ def test_a_ptxas_that_miscompiles_is_found(monkeypatch, plugin, nvcc, is_broken)
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """As if JAX's default device were this GPU, in a process that was told nothing."""
+    """Fakes JAX's default device, in a process that has not warned yet."""
 
     def set_gpu(gpu):
         monkeypatch.setattr(_device, "gpu", lambda: gpu)
@@ -142,7 +142,7 @@ def on_gpu(monkeypatch):
     return set_gpu
 
 
-def test_no_kernel_is_compiled_with_a_ptxas_that_miscompiles(on_gpu):
+def test_no_kernel_is_compiled_with_a_miscompiling_ptxas(on_gpu):
     on_gpu(dataclasses.replace(H100, broken_ptxas="12.8.93"))
     case = make_case(lengths=(1, 20, 0), dtype=jnp.bfloat16)
     message = r"nvidia-cuda-nvcc-cu12 12\.8\.93, which miscompiles .* pip install \"nvidia-cuda-nvcc-cu12>=12\.9\.86\""
@@ -174,13 +174,13 @@ def traced_attend():
 
 
 @pytest.mark.parametrize("how", ["called", "jitted", "through attend"])
-def test_a_call_that_falls_back_says_so_once(on_gpu, how):
+def test_a_fallback_warns_once(on_gpu, how):
     on_gpu(H100)
     message = r"XLA computes this call: the decode kernel supports a cache in q's dtype.*got cache_dtype=float32"
     with pytest.warns(UserWarning, match=message) as warned:
         traced_attend() if how == "through attend" else traced(*wide().arrays, jit=how == "jitted")
-    assert [warning.filename for warning in warned] == [__file__]  # a line of the user's
-    traced(*wide(lengths=(9, 3)).arrays)  # of another shape, for the same reason
+    assert [warning.filename for warning in warned] == [__file__]  # points at the user's line
+    traced(*wide(lengths=(9, 3)).arrays)  # another shape, same reason
     with pytest.warns(UserWarning, match="block_size=24"):
         traced(*make_case(lengths=(1, 20), dtype=jnp.bfloat16, block_size=24).arrays)
 
@@ -193,6 +193,6 @@ def test_a_call_that_falls_back_says_so_once(on_gpu, how):
         (H100, make_case(lengths=(1, 20), dtype=jnp.bfloat16), None),
     ],
 )
-def test_nothing_is_said_if_no_kernel_is_missed(on_gpu, gpu, case, implementation):
+def test_no_warning_if_no_kernel_was_expected(on_gpu, gpu, case, implementation):
     on_gpu(gpu)
     traced(*case.arrays, implementation=implementation)

@@ -1,4 +1,4 @@
-"""`prefix_groups`: blocks that sequences begin with are attended to once, and the results are those without."""
+"""`prefix_groups`: shared first blocks are read once, and results equal those without groups."""
 
 import dataclasses
 import functools
@@ -18,8 +18,8 @@ from tests.cases import OPTIONS, assert_lse, assert_within_budget, find_groups, 
 from tests.kernels.interpret import make_call
 from tests.kernels.prefill import packed
 
-# Groups of three and of two sequences share 32 tokens. Of the others one is empty, one has its new token in these
-# blocks, and one has other blocks.
+# Groups of three and of two sequences share 32 tokens. Other sequences are empty, have their new token in the shared
+# blocks, or have different blocks.
 LENGTHS = (0, 40, 45, 80, 32, 33, 70, 50)
 SHARING = (1, 2, 3, 5, 6)
 
@@ -50,7 +50,7 @@ def test_options(name):
     check(shared_case(options=OPTIONS[name]))
 
 
-# Those that share come first, and no sequence is in the second and fourth group.
+# Sharing sequences come first. The second and the fourth group are empty.
 SORTED = (1, 2, 3, 5, 6, 0, 4, 7)
 OF_ENGINE = PrefixGroups(
     starts=jnp.array([0, 3, 3, 5, 5], jnp.int32),
@@ -80,7 +80,7 @@ def test_packed_groups_of_an_engine():
     np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
 
 
-def test_what_groups_of_an_engine_compute_once():
+def test_groups_of_an_engine_read_shared_blocks_once():
     case = sorted_case()
     shared, rest, shares = shared_prefix.split(make_call(case), OF_ENGINE)
     assert shares[:, 0].tolist() == [True] * 5 + [False] * 3
@@ -99,8 +99,8 @@ def test_8_bit_caches():
     check(shared_case(cache_dtype=jnp.int8, scale_shape="token_head"))
 
 
-def test_groups_beyond_what_sequences_have():
-    """They are clamped, so that nothing outside the tables is read."""
+def test_groups_beyond_the_sequences_are_clamped():
+    """Groups are clamped, so that nothing outside the tables is read."""
     case = shared_case()
     case = case.replace(k_cache=jnp.nan_to_num(case.k_cache), v_cache=jnp.nan_to_num(case.v_cache))
     far = PrefixGroups(jnp.array([0, 4, 99]), jnp.array([3, 99]), jnp.full(8, 2**31 - 1))
@@ -116,7 +116,7 @@ def test_a_plan():
 
 
 def test_packed_groups():
-    """Sequences without new tokens are in no group's way."""
+    """Sequences without new tokens do not split a group."""
     counts, case = (0, 2, 0, 7, 1, 3, 2, 4), shared_case(q_len=7)
     starts = jnp.asarray(np.cumsum([1, *counts]), jnp.int32)  # a row of padding comes first
     nan = np.full_like(case.q[0, :1], np.nan)
@@ -130,7 +130,7 @@ def test_packed_groups():
 
 
 def test_an_empty_sequence_in_a_group():
-    """Its query may be NaN."""
+    """The query of an empty sequence may be NaN."""
     case = shared_case()
     case = case.replace(lengths=case.lengths.at[2].set(0), q=case.q.at[2].set(jnp.nan))
     groups = find_groups(case)
@@ -143,7 +143,7 @@ def test_an_empty_sequence_in_a_group():
 
 
 @pytest.mark.parametrize("name", ["window", "alibi"])
-def test_what_counts_from_a_position_is_not_shared(name):
+def test_position_dependent_options_share_nothing(name):
     case = shared_case(options=OPTIONS[name])
     plain, *outs = (
         paged_attention(*case.arrays, **case.options, prefix_groups=groups)
@@ -161,9 +161,9 @@ def test_a_tree():
         np.testing.assert_allclose(x, y, atol=1e-5)
 
 
-def test_nobody_shares():
+def test_no_sequence_shares():
     """The call on the shared blocks reads none."""
-    case = make_case(lengths=(20, 15))  # the second has no full block
+    case = make_case(lengths=(20, 15))  # the second sequence has no full block
     groups = find_groups(case)
     assert not groups.num_blocks.any()
     shared, rest, shares = shared_prefix.split(make_call(case), groups)
@@ -173,8 +173,8 @@ def test_nobody_shares():
     check(case)
 
 
-def test_what_is_computed_once():
-    """Tables and lengths of the call on the shared blocks, and of that on the others."""
+def test_shared_blocks_are_computed_once():
+    """Tables and lengths of the calls on the shared blocks and on the rest."""
     case = shared_case()
     shared, rest, shares = shared_prefix.split(make_call(case), find_groups(case))
     assert np.flatnonzero(shares).tolist() == list(SHARING)
@@ -188,7 +188,7 @@ def test_what_is_computed_once():
 
 
 @pytest.mark.parametrize("wrong", ["shared blocks twice", "shared blocks left out"])
-def test_a_wrong_result_is_noticed(wrong, monkeypatch):
+def test_a_wrong_merge_is_noticed(wrong, monkeypatch):
     case = shared_case()
     merge = run.merge_attention
 
@@ -202,7 +202,7 @@ def test_a_wrong_result_is_noticed(wrong, monkeypatch):
 
 
 def test_tokens_folded_into_heads():
-    """As the decode kernel takes queries that all see the whole sequence: 26 tokens of 3 heads in 2 runs."""
+    """The decode kernel's form for queries that all see the whole sequence: 26 tokens of 3 heads in 2 runs."""
     case = make_case(lengths=(0, 50), q_len=26)
     a = dataclasses.replace(make_call(case), causal=False)
     folded = cut_uniform(a, run=13)
@@ -225,7 +225,7 @@ def test_gradients():
     np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
-def of_shapes(*shapes):
+def groups_of_shapes(*shapes):
     return PrefixGroups(*(jnp.zeros(shape, jnp.int32) for shape in shapes))
 
 
@@ -234,9 +234,9 @@ def of_shapes(*shapes):
     [
         (32, r"prefix_groups must be what allocator.prefix_groups\(\) returns.*got int"),
         (jnp.array([16, 32]), "prefix_groups must be what allocator.prefix_groups"),
-        (of_shapes(3, 2, 7), r"num_blocks \[seqs\] with seqs=8; got \[\[3\], \[2\], \[7\]\]"),
-        (of_shapes(2, 2, 8), r"starts \[groups \+ 1\], first \[groups\]"),
-        (of_shapes(1, 0, 8), r"starts \[groups \+ 1\], first \[groups\]"),
+        (groups_of_shapes(3, 2, 7), r"num_blocks \[seqs\] with seqs=8; got \[\[3\], \[2\], \[7\]\]"),
+        (groups_of_shapes(2, 2, 8), r"starts \[groups \+ 1\], first \[groups\]"),
+        (groups_of_shapes(1, 0, 8), r"starts \[groups \+ 1\], first \[groups\]"),
     ],
 )
 def test_errors(groups, message):

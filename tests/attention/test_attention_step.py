@@ -1,4 +1,4 @@
-"""`AttentionStep`: a pytree for every transformation, its layouts, its plan, and what it refuses."""
+"""`AttentionStep`: a pytree under every transformation, its layouts, its plan and its refusals."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ def history(windows=(None,)):
 
 
 def packed_slots(slots, counts=NEW):
-    """The slots of the new tokens, packed, and where those of each sequence begin."""
+    """The packed slots of the new tokens, and the start of each sequence."""
     rows = [slots[..., i, slots.shape[-1] - count :] for i, count in enumerate(counts)]
     return jnp.concatenate(rows, axis=-1), jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
 
@@ -178,7 +178,7 @@ def test_a_transformation_changes_nothing(name, kind):
     args, expected = plain(kind)
     for results in TRANSFORMATIONS[name](*args):
         assert_close(results, expected)
-    # What the rows compare depends on every argument.
+    # The compared rows depend on every argument.
     assert not np.allclose(expected[0].k, args[-1].k)
 
 
@@ -206,7 +206,7 @@ def test_gradients_reach_queries_keys_values_and_the_cache(wrapped):
 
 
 def test_the_layouts_agree_with_each_other_and_with_the_reference():
-    """New tokens as rows of each sequence, packed between padding, and one after the other."""
+    """New tokens as rows of each sequence, packed between padding, and token by token."""
     before, cache = history(), make_cache()
     allocator, slots, _ = before.append(jnp.asarray(NEW), q_len=3)
     q, k, v = (random(seed, SEQS, 3, heads, HEAD_DIM) for seed, heads in ((3, HEADS), (4, KV_HEADS), (5, KV_HEADS)))
@@ -232,7 +232,7 @@ def test_the_layouts_agree_with_each_other_and_with_the_reference():
     assert_close(packed_cache, written)
     np.testing.assert_allclose(out[1:-2], reference[is_new], atol=2e-6)
 
-    for i in range(3):  # the first column has a token of the first sequence only
+    for i in range(3):  # only the first sequence has a token in the first column
         before, slots, _ = before.append(jnp.asarray(is_new[:, i], jnp.int32))
         single = AttentionStep.create(before, slots)
         assert single.positions.shape == (SEQS,)
@@ -308,7 +308,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_refused(name):
+def test_invalid_arguments_are_refused(name):
     changes, message = MISTAKES[name]
     with pytest.raises(ValueError, match=message):
         AttentionStep.create(history(), **dict(slots=SLOTS) | changes)
@@ -319,7 +319,7 @@ def test_arrays_may_be_lists():
     assert {leaf.dtype.name for leaf in jax.tree.leaves((step.slots, step.positions, step.adapters))} == {"int32"}
 
 
-def test_mistakes_of_attend():
+def test_invalid_arguments_of_attend():
     step, q, k, v, cache = inputs(packed_step())
     with pytest.raises(ValueError, match=r"needs the cache last, a KVCache or CacheLayer; got ArrayImpl"):
         step.attend(cache, q, k, v)
@@ -331,7 +331,7 @@ def test_mistakes_of_attend():
 
 @pytest.mark.parametrize("rotation", [{}, dict(rotary_frequencies=FREQUENCIES), dict(interleaved=True)], ids=str)
 @pytest.mark.parametrize("kind", STEPS)
-def test_a_layer_without_keys_reads_what_another_wrote(kind, rotation):
+def test_a_layer_without_keys_reads_another_layers_cache(kind, rotation):
     if rotation:
         rotation = dict(rotary_frequencies=FREQUENCIES) | rotation
     step, q, k, v, cache = inputs(STEPS[kind]())
@@ -381,7 +381,7 @@ def on_an_h100(monkeypatch):
 
 
 def sorts_of_layers(*, q_len=None, step_options=None, **options):
-    """How often the work is cut inside of a scan over layers, and outside of it: each plan sorts the sequences once."""
+    """The number of plans made inside a scan over layers, and outside: each plan sorts the sequences once."""
     allocator = BlockAllocator.create(**LONG)
     slots = jnp.zeros((4,) if q_len is None else (4, q_len), jnp.int32)
     cache = KVCache.create(num_blocks=16, block_size=16, num_kv_heads=2, head_dim=64, dtype="bfloat16", num_layers=3)
@@ -408,7 +408,7 @@ def test_one_plan_serves_all_layers(on_an_h100, q_len):
     assert sorts_of_layers(q_len=q_len) == (1, 0)
     one = dict(num_kv_heads=2)
     assert sorts_of_layers(q_len=q_len, step_options=one) == (0, 1)
-    # A layer with a window makes its own, and one with a number of partitions none.
+    # A layer with a window makes its own plan; a layer with num_partitions needs none.
     assert sorts_of_layers(q_len=q_len, step_options=one, sliding_window=jnp.int32(10**5))[0] == 1
     assert sorts_of_layers(q_len=q_len, step_options=one, num_partitions=2)[0] == 0
     assert sorts_of_layers(q_len=q_len, step_options=one | dict(num_partitions=2)) == (0, 0)
@@ -418,20 +418,20 @@ def test_the_plan_of_a_step(on_an_h100):
     allocator = dataclasses.replace(BlockAllocator.create(**LONG), lengths=jnp.asarray([100_000, 5, 700, 0]))
     slots = jnp.zeros(4, jnp.int32)
 
-    def plan_of(allocator=allocator, **options):
+    def make_step_plan(allocator=allocator, **options):
         return AttentionStep.create(allocator, slots, **dict(num_kv_heads=2) | options).plan
 
-    assert (plan_of().partitions == make_plan(allocator.lengths, num_kv_heads=2).partitions).all()
-    assert plan_of(num_kv_heads=None) is None
-    assert plan_of(num_partitions=3) is None
-    assert plan_of(query_starts=jnp.arange(5)) is None
-    # It is that of what is not read once for a group.
+    assert (make_step_plan().partitions == make_plan(allocator.lengths, num_kv_heads=2).partitions).all()
+    assert make_step_plan(num_kv_heads=None) is None
+    assert make_step_plan(num_partitions=3) is None
+    assert make_step_plan(query_starts=jnp.arange(5)) is None
+    # It is the plan of the tokens that groups do not share.
     groups = PrefixGroups(starts=jnp.asarray([0, 1]), first=jnp.asarray([0]), num_blocks=jnp.asarray([6000, 0, 0, 0]))
     rest = make_plan(jnp.asarray([4000, 5, 700, 0]), num_kv_heads=2)
-    assert (plan_of(prefix_groups=groups).partitions == rest.partitions).all()
-    assert (rest.partitions != plan_of().partitions).any()
+    assert (make_step_plan(prefix_groups=groups).partitions == rest.partitions).all()
+    assert (rest.partitions != make_step_plan().partitions).any()
     short = dataclasses.replace(allocator, block_tables=allocator.block_tables[:, :100])
-    assert plan_of(short) is None
+    assert make_step_plan(short) is None
 
 
 def test_no_plan_without_a_gpu():

@@ -1,4 +1,4 @@
-"""The yardstick of the error budget."""
+"""The plain result that the error budget is measured against."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -54,9 +54,9 @@ def test_while_loop():
 
 @pytest.mark.parametrize("name", ["plain", "window", "all"])
 @pytest.mark.parametrize("q_len", [None, 3, 50])  # 50: a prompt, longer than some of the sequences
-def test_gradients_are_those_of_the_reference(name, q_len):
-    # The pools and their scales hold NaN wherever no sequence has a token, and so do the rows of q that stand before a
-    # sequence's start: not one may reach a gradient.
+def test_gradients_equal_the_reference(name, q_len):
+    # Pools and scales hold NaN in every slot without a token, and so do rows of q before a sequence's start. None of
+    # them may reach a gradient.
     scale_shape = "token_head" if name == "window" else None
     case = make_case(lengths=(0, 1, 40, 80), options=OPTIONS[name], q_len=q_len, scale_shape=scale_shape)
     if q_len is not None:
@@ -77,7 +77,7 @@ def test_gradients_are_those_of_the_reference(name, q_len):
     for leaf, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         assert np.isfinite(leaf).all()
         np.testing.assert_allclose(leaf, other, atol=2e-4, rtol=2e-4)
-    # Forward mode too: along ones the derivative is the sum of the gradient.
+    # Forward mode too: the derivative along ones is the sum of the gradient.
     tangent = jax.tree.map(jnp.ones_like, arguments)
     moved = jax.jit(lambda *primals: jax.jvp(ours, primals, tangent)[1])(*arguments)
     np.testing.assert_allclose(moved, sum(np.sum(leaf) for leaf in jax.tree.leaves(wanted)), rtol=1e-3)

@@ -1,4 +1,4 @@
-"""On a kind of GPU that nobody has confirmed a self-test decides whether the kernels compute."""
+"""On a GPU model that is not confirmed, a self-test decides whether the kernels are used."""
 
 import dataclasses
 import subprocess
@@ -22,7 +22,7 @@ L4, UNTESTED = GPUS["L4"], "a kind of GPU on which they have not been tested"
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
-    """An empty cache folder, and a process that knows nothing."""
+    """An empty cache folder, and a process without earlier results."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(verdict.VARIABLE, raising=False)
     forget(monkeypatch)
@@ -30,14 +30,14 @@ def folder(monkeypatch, tmp_path):
 
 
 def forget(monkeypatch):
-    """As a new process does."""
+    """Forgets results in memory, as in a new process."""
     monkeypatch.setattr(kept, "_kept", {})
     monkeypatch.setattr(verdict, "_warned", {})
 
 
 @pytest.fixture
 def find_fault(monkeypatch):
-    """What the self-test finds, if it would find `test` now. The GPUs on which it has run are the attribute `gpus`."""
+    """The fault that is reported if the self-test would return `test` now. The attribute `gpus` lists its runs."""
     gpus = []
 
     def find(gpu, *, in_trace=False, test=""):
@@ -59,7 +59,7 @@ def find_fault(monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ["", "prompts: 1.0e+00"])
-def test_it_runs_once_a_machine(monkeypatch, folder, find_fault, fault):
+def test_it_runs_once_per_machine(monkeypatch, folder, find_fault, fault):
     for _ in range(2):
         assert find_fault(L4, test=fault) == fault
         assert find_fault(L4, in_trace=True, test=fault) == fault
@@ -90,12 +90,12 @@ def test_inside_a_trace_it_does_not_run(find_fault):
     [GPUS["H100"], Gpu(68, 7.5, name="T4"), dataclasses.replace(L4, broken_ptxas="12.8.93")],
     ids=["confirmed", "without kernels", "without a ptxas"],
 )
-def test_gpus_that_need_none(gpu, find_fault):
+def test_confirmed_gpus_need_no_test(gpu, find_fault):
     assert find_fault(gpu, test="wrong") == ""
 
 
-def test_a_plain_call_imports_nothing_else_of_the_self_test():
-    """Neither threads, files nor cases, on a GPU that needs no test."""
+def test_a_plain_call_imports_nothing_more_of_the_self_test():
+    """On a GPU that needs no test it loads no threads, files or cases."""
     script = """
         import sys, jax, jax.numpy as jnp, jaxpaged
         from jaxpaged import _device
@@ -123,7 +123,7 @@ def test_it_can_be_turned_off(monkeypatch, find_fault):
     assert find_fault(L4, in_trace=True, test="wrong") == ""
 
 
-def test_a_folder_that_cannot_be_written(folder, find_fault):
+def test_an_unwritable_folder(folder, find_fault):
     (folder / "jaxpaged").write_text("a file")
     assert [find_fault(L4, test="wrong") for _ in range(2)] == ["wrong", "wrong"]
     assert find_fault.gpus == [L4]
@@ -135,8 +135,8 @@ def test_a_gpu_without_memory_is_tested_again(monkeypatch, find_fault):
     assert find_fault(L4) == ""
 
 
-# Through the public functions, as if JAX's default device were an A100. No kernel can be compiled for it here, so that
-# the self-test fails.
+# Through the public functions, with an A100 as a fake default device. No kernel can be compiled for it here, so the
+# self-test fails.
 A100 = GPUS["A100"]
 without_a_gpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU compiles kernels")
 
@@ -148,7 +148,7 @@ def arrays(monkeypatch):
 
 
 @without_a_gpu
-def test_a_call_by_xla_where_the_kernels_fail(arrays):
+def test_a_call_uses_xla_if_the_kernels_fail(arrays):
     with pytest.warns(UserWarning, match="XLA computes this call: the self-test .* A100: window.*` tests again"):
         out = paged_attention(*arrays)
     assert (out == paged_attention(*arrays, implementation="xla")).all()
@@ -156,7 +156,7 @@ def test_a_call_by_xla_where_the_kernels_fail(arrays):
     assert explain(*arrays, implementation="mosaic_gpu").kernel == "paged_decode"
 
 
-def test_a_traced_call_by_the_kernels(arrays):
+def test_a_traced_call_uses_the_kernels(arrays):
     def traced():
         return jax.make_jaxpr(lambda q: paged_attention(q, *arrays[1:]))(arrays[0])
 
@@ -170,9 +170,9 @@ def test_a_traced_call_by_the_kernels(arrays):
 
 
 @without_a_gpu
-def test_an_engine_tests_when_it_is_made(monkeypatch, arrays):
+def test_an_engine_runs_the_test_at_creation(monkeypatch, arrays):
     monkeypatch.setattr(_device, "is_gpu", lambda: True)
     cache = KVCache.create(num_blocks=4, block_size=16, num_kv_heads=1, head_dim=32)
-    with pytest.raises(ValueError, match="apply"):  # which is looked at after the test
+    with pytest.raises(ValueError, match="apply"):  # `apply` is checked after the self-test
         Engine(lambda *_: None, {}, cache, head=None)
     assert "window" in explain(*arrays).reason

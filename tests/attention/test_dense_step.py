@@ -47,7 +47,7 @@ def random(*shape, seed=0):
     ],
     ids=lambda options: ", ".join(options) or "plain",
 )
-def test_outputs_are_those_of_a_cache(options):
+def test_outputs_equal_a_cached_step(options):
     dense, paged = both_steps()
     assert (dense.positions == paged.positions).all()
     q, k, v = random(4, 16), random(2, 16, seed=1), random(2, 16, seed=2)
@@ -59,7 +59,7 @@ def test_outputs_are_those_of_a_cache(options):
     np.testing.assert_array_equal(dense.group(1).attend(q[None], k[None], v[None], None, **options)[1], out[None])
 
 
-def test_modules_take_it():
+def test_modules_accept_it():
     dense, paged = both_steps()
     settings = AttentionSettings(num_heads=4, num_kv_heads=2, head_dim=8, rotary_frequencies=rotary_frequencies(8))
     module, x = PagedAttention(16, settings, rngs=nnx.Rngs(0)), random(16)
@@ -68,7 +68,7 @@ def test_modules_take_it():
 
 
 @pytest.mark.parametrize("expanded_from", [1, 512])
-def test_latent_modules_take_it(expanded_from):
+def test_latent_modules_accept_it(expanded_from):
     dense, paged = both_steps()
     sizes = dict(num_heads=4, kv_lora_rank=32, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, q_lora_rank=None)
     settings = LatentSettings(**sizes, rotary_frequencies=rotary_frequencies(4), expanded_from=expanded_from)
@@ -84,16 +84,16 @@ def test_a_learner_runs_the_apply_of_an_engine():
     weights, tokens = toy_model.random_weights(), jnp.array([3, 1, 4, 1, 5, 9], jnp.int32)
     step = dense_step(len(tokens))
 
-    def logits_of(weights):
+    def compute_logits(weights):
         _, hidden = toy_model.apply(weights, tokens, step.positions, None, step)
         return toy_model.head(weights, hidden)
 
     def loss(weights):
-        logprobs = jax.nn.log_softmax(logits_of(weights))
+        logprobs = jax.nn.log_softmax(compute_logits(weights))
         return -jnp.take_along_axis(logprobs[:-1], tokens[1:, None], axis=1).mean()
 
     expected = toy_model.logits_after(weights, np.asarray(tokens), len(tokens))
-    np.testing.assert_allclose(logits_of(weights)[-1], expected, atol=1e-4)
+    np.testing.assert_allclose(compute_logits(weights)[-1], expected, atol=1e-4)
     grads = jax.grad(loss)(weights)
     direction = jax.tree.map(lambda g: g / sum((x**2).sum() for x in jax.tree.leaves(grads)) ** 0.5, grads)
     more, less = (
@@ -103,7 +103,7 @@ def test_a_learner_runs_the_apply_of_an_engine():
     np.testing.assert_allclose((more - less) / 2e-2, slope, rtol=1e-2)
 
 
-def test_what_does_not_fit_is_refused():
+def test_invalid_arguments_are_refused():
     q = random(4, 16)
     with pytest.raises(ValueError, match=r"q must have the 3 tokens of the step; got \[12, 4, 16\]"):
         dense_step(3).attend(q, q, q, None)

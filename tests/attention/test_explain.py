@@ -1,4 +1,4 @@
-"""What `explain` says of calls, for GPUs that are not there."""
+"""`explain` for calls on GPUs that this machine does not have."""
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ def arrays(
         ),
         ("H100", dict(heads=48, kv_heads=1, head_dim=88), {}, "paged_decode", 8),
         ("H100", dict(heads=64, kv_heads=1), {}, "paged_decode", 8),
-        ("H100", dict(heads=128, kv_heads=1), {}, "paged_prefill", 2),  # more heads than the decode kernel takes
+        ("H100", dict(heads=128, kv_heads=1), {}, "paged_prefill", 2),  # more heads than the decode kernel supports
         ("H100", dict(q_len=1024), {}, "paged_prefill", 1),
         ("H100", dict(seqs=1, q_len=256, max_blocks=512), {}, "paged_prefill", 2),
         ("H100", dict(seqs=1, q_len=9, max_blocks=512), {}, "paged_prefill", 11),  # 36 rows
@@ -62,7 +62,7 @@ def arrays(
         ("H100", dict(seqs=1, q_len=65535, heads=64, kv_heads=1, max_blocks=512), {}, "paged_prefill", 1),
         ("H100", dict(q_len=1024, cache_dtype=jnp.float8_e4m3fn), {}, "paged_prefill", 1),
         ("H100", dict(q_len=1024, cache_dtype=jnp.float8_e4m3fn, head_dim=256), {}, "paged_decode", 1),
-        # A wide table cuts no prompt into partitions: the partials of many runs would take gigabytes.
+        # A prompt with a wide table is not partitioned: the partials of many runs would need gigabytes.
         ("H100", dict(q_len=256, head_dim=120, max_blocks=64), {}, "paged_decode", 1),
         ("H100", dict(q_len=256, head_dim=120, max_blocks=8192), {}, "paged_decode", 1),
         ("H100", {}, dict(implementation="xla"), None, None),
@@ -135,8 +135,8 @@ def test_the_text_names_kernel_partitions_and_configuration():
     assert "by a plan, more for longer sequences" in str(explain(*arrays(max_blocks=1024), gpu="H100"))
 
 
-def test_arrays_lists_and_trees_as_the_call_takes_them():
-    """Concrete arguments, none of which is read or computed with."""
+def test_arrays_lists_and_trees_as_in_a_call():
+    """Concrete arguments. Their contents are never read."""
     cache = KVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64, dtype="bfloat16")
     q = jnp.ones((1, 4, 4, 64), jnp.bfloat16)
     call = dict(block_tables=[[3, 5]], lengths=[20], tree_mask=tree_mask([[-1, 0, 0, 1]]))
@@ -166,7 +166,7 @@ def test_errors(changes, message):
     ("head_dim", "dtype", "reason"),
     [(576, jnp.float32, "supports q in bfloat16 or float16"), (704, jnp.bfloat16, "up to 640")],
 )
-def test_a_latent_too_large_for_shared_memory_goes_to_xla(head_dim, dtype, reason):
+def test_a_latent_too_large_for_shared_memory_uses_xla(head_dim, dtype, reason):
     q, pool, _, *sizes = arrays(heads=16, kv_heads=1, head_dim=head_dim, cache_dtype=dtype)
     q = shape(*q.shape, dtype=dtype)
     found = explain(q, pool, None, *sizes, value_dim=512, scale=1.0, gpu="L4")

@@ -72,7 +72,7 @@ class TestWidths(Conformance):
         self.check(make_case(head_dim=32, value_dim=80, options=OPTIONS["sinks"]))
 
 
-def test_other_values_of_the_latent_are_noticed():
+def test_wrong_latent_values_are_noticed():
     case = make_case(lengths=(27, 60), **LATENT)
     rolled = case.replace(v_cache=jnp.roll(case.v_cache, 1, axis=-1))
     assert not within_budget(rolled, jitted_attention(*case.arrays, **case.options)).any()

@@ -25,7 +25,7 @@ def halves(case, *, sinks_in_both=False):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_two_halves_are_the_whole(dtype):
+def test_merged_halves_equal_the_whole(dtype):
     case = make_case(options={"sinks": SINKS}, dtype=dtype)
     (out_a, lse_a), (out_b, lse_b) = halves(case)
     out, lse = merge_attention(out_a, lse_a, out_b, lse_b)
@@ -45,8 +45,8 @@ def test_sinks_in_both_halves_are_noticed():
 
 
 @pytest.mark.parametrize("of", ["out", "lse", "both"])
-def test_gradients_where_nothing_was_seen(of):
-    """Zero there, for outputs, lses and both; elsewhere the softmax of the two lses."""
+def test_gradients_where_no_token_was_seen(of):
+    """Zero for outputs, lses and both; elsewhere the softmax of the two lses."""
     out_a = out_b = jnp.ones((1, 3, 4))
     lses = jnp.array([[-jnp.inf, 0.5, -jnp.inf]]), jnp.array([[-jnp.inf, -jnp.inf, 1.5]])
 

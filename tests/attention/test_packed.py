@@ -47,7 +47,7 @@ def check_padding(out, lse):
 
 
 class Packed(OptionsAlone):
-    """Of each sequence as many new tokens as `COUNTS` says, or as it has."""
+    """Each sequence has `COUNTS` new tokens, at most its length."""
 
     case = staticmethod(functools.partial(make_case, lengths=LENGTHS, q_len=max(COUNTS)))
 
@@ -80,7 +80,7 @@ def test_any_counts_in_one_program(counts):
 
 
 def test_blocks_that_a_window_has_passed_are_never_read():
-    """Short runs: entries before the window are garbage, and the null block, which they are clamped to, holds NaN."""
+    """Short runs: entries before the window are garbage, and the null block that they are clamped to holds NaN."""
     counts, window = (1, 3, 20), 20
     case = make_case(lengths=(80, 77, 60), options={"sliding_window": window}, q_len=20)
     tables = np.asarray(case.block_tables).copy()
@@ -92,7 +92,7 @@ def test_blocks_that_a_window_has_passed_are_never_read():
         check(case, *function(*arrays, query_starts=starts, **case.options, return_lse=True), counts)
 
 
-def test_runs_on_xla_have_about_as_many_tokens_as_sequences():
+def test_xla_runs_have_about_as_many_tokens_as_sequences():
     cases = {(3, 8): 1, (8, 8): 1, (16, 8): 2, (24, 8): 4, (5, 1): 8, (40, 8): 8, (128, 8): 16, (121, 1): 16}
     assert {case: xla.run_tokens(*case) for case in cases} == cases
 
@@ -108,7 +108,7 @@ def test_caches_and_partitions(cache, num_partitions):
     check(case, *paged_attention(q, *case.arrays[1:], query_starts=starts, **case.options, **how), atol=1e-5)
 
 
-def test_starts_that_are_off_by_one_are_noticed():
+def test_off_by_one_starts_are_noticed():
     case = make_case(lengths=LENGTHS, q_len=max(COUNTS))
     q, starts = packed_call(case)
     out, lse = paged_attention(q, *case.arrays[1:], query_starts=starts.at[3].add(1), return_lse=True)
@@ -116,7 +116,7 @@ def test_starts_that_are_off_by_one_are_noticed():
         check(case, out, lse)
 
 
-def test_gradients_are_those_of_padded_rows():
+def test_gradients_equal_padded_rows():
     counts = (3, 0, 2)
     case = make_case(lengths=(20, 9, 33), q_len=3)
     q, starts = packed_call(case, counts)
@@ -125,19 +125,19 @@ def test_gradients_are_those_of_padded_rows():
         out, lse = paged_attention(q, k_cache, *case.arrays[2:], return_lse=True, **named)
         return jnp.sin(out), jnp.where(jnp.isfinite(lse), lse, 0.0)
 
-    def of_packed(k_cache):
+    def packed_loss(k_cache):
         return sum(x[BEFORE:-BEHIND].sum() for x in loss(k_cache, q=q, query_starts=starts))
 
-    def of_padded(k_cache):
+    def padded_loss(k_cache):
         return sum(x[0].sum() + x[2, 1:].sum() for x in loss(k_cache, q=case.q))
 
-    got, wanted = jax.grad(of_packed)(case.k_cache), jax.grad(of_padded)(case.k_cache)
+    got, wanted = jax.grad(packed_loss)(case.k_cache), jax.grad(padded_loss)(case.k_cache)
     assert np.isfinite(got).all()
     np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
-def test_tangents_of_given_results():
-    # As after a kernel, which takes packed calls whole.
+def test_tangents_for_a_precomputed_result():
+    # As after a kernel, which computes the packed call as a whole.
     counts = (3, 0, 17)
     case = make_case(lengths=(20, 9, 33), q_len=17, options=OPTIONS["all"])
     q, starts = packed_call(case, counts)
@@ -158,7 +158,7 @@ def test_tangents_of_given_results():
 
 
 @pytest.mark.parametrize(("head_dim", "by_prefill"), [(128, True), (120, False)])
-def test_which_kernel_takes_them(head_dim, by_prefill):
+def test_choice_of_the_kernel(head_dim, by_prefill):
     case = make_case(lengths=LENGTHS, q_len=max(COUNTS), head_dim=head_dim, dtype=jnp.bfloat16)
     q, starts = packed_call(case)
     choice = choose(check_call(q, *case.arrays[1:], query_starts=starts), H100, NO_HINTS, KERNELS)
@@ -166,7 +166,7 @@ def test_which_kernel_takes_them(head_dim, by_prefill):
     assert choice.config.run == (0 if by_prefill else 64 // 3)  # query tokens of a run: 64 rows of 3 heads
 
 
-def test_partitions_of_more_heads_than_the_decode_kernel_takes():
+def test_partitions_with_more_heads_than_the_decode_kernel_accepts():
     case = make_case(lengths=LENGTHS, q_len=max(COUNTS), heads=65, kv_heads=1, dtype=jnp.bfloat16)
     q, starts = packed_call(case)
     how = dict(query_starts=starts, num_partitions=2, gpu="H100")
@@ -175,7 +175,7 @@ def test_partitions_of_more_heads_than_the_decode_kernel_takes():
         explain(q, *case.arrays[1:], **how, implementation="mosaic_gpu")
 
 
-def test_scales_of_a_wide_cache_are_not_left_out():
+def test_scales_of_an_unquantised_cache_are_not_ignored():
     case = make_case(lengths=LENGTHS, q_len=max(COUNTS), head_dim=128, dtype=jnp.bfloat16)
     q, starts = packed_call(case)
     how = dict(query_starts=starts, k_scale=jnp.float32(2.0), implementation="mosaic_gpu", gpu="H100")
@@ -184,7 +184,7 @@ def test_scales_of_a_wide_cache_are_not_left_out():
 
 
 def test_a_step_of_prompts_chunks_and_decode_rows_through_the_cache():
-    """Slots of the allocator, written packed: the output is that of attention over each sequence by itself."""
+    """Writes packed tokens to the allocator's slots. The output equals attention over each sequence alone."""
     counts = [5, 1, 0, 9]
     cache = KVCache.create(num_blocks=16, block_size=4, num_kv_heads=2, head_dim=16, dtype="float32")
     allocator = BlockAllocator.create(num_blocks=16, block_size=4, num_seqs=4, max_blocks_per_seq=4)

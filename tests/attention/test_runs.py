@@ -1,4 +1,4 @@
-"""Query tokens cut into runs: which, and what each of them attends to."""
+"""Query tokens cut into runs: their shapes, and the tokens that each run sees."""
 
 import functools
 import itertools
@@ -19,14 +19,14 @@ NONE = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "
 
 
 def shaped_call(rows, *, group, seqs=1):
-    """Of q `[*rows, 64]`, packed if it has three axes."""
+    """A call with q `[*rows, 64]`, packed if q has three axes."""
     q, cache = (np.broadcast_to(np.float32(0), (*shape, 64)) for shape in (rows, (9, 16, rows[-1] // group)))
     starts = np.zeros(seqs + 1, np.int32) if len(rows) == 2 else None
     sizes = np.zeros((seqs, 1), np.int32), np.zeros(seqs, np.int32)
     return Call(q, cache, cache, *sizes, AttentionOptions(np.float32(1)), 64, query_starts=starts)
 
 
-def runs_of(q_len, group):
+def shapes_of_runs(q_len, group):
     call = shaped_call((1, q_len, group), group=group)
     run = call.run_tokens()
     return call.num_runs(run), run
@@ -54,7 +54,7 @@ def runs_of(q_len, group):
     ],
 )
 def test_runs(q_len, group, runs):
-    assert runs_of(q_len, group) == runs
+    assert shapes_of_runs(q_len, group) == runs
     num_runs, run = runs
     assert q_len <= num_runs * run < q_len + run
     assert run * group <= 64 or run == 1
@@ -72,7 +72,7 @@ def arguments(case):
     return check_call(*case.arrays, **(dict.fromkeys(NONE) | case.options))
 
 
-def test_each_run_is_a_sequence_that_ends_with_it():
+def test_each_run_is_a_sequence_that_ends_with_the_run():
     case = make_case(lengths=(0, 3, 70), q_len=13, heads=6, kv_heads=1)  # 2 runs of 7, one row of padding
     a = cut_uniform(arguments(case), run=7)
     assert a.lengths.tolist() == [0, 0, 0, 3, 63, 70]
@@ -86,13 +86,13 @@ def test_each_run_is_a_sequence_that_ends_with_it():
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 7, 12, 31, 64])
-def test_no_run_is_padding_alone(group):
+def test_no_run_is_only_padding(group):
     for q_len in range(1, 3000):
-        num_runs, run = runs_of(q_len, group)
+        num_runs, run = shapes_of_runs(q_len, group)
         assert q_len <= num_runs * run < q_len + run
 
 
-def test_few_rows_are_left_alone():
+def test_few_rows_are_not_cut():
     a = arguments(make_case(q_len=10, heads=6, kv_heads=1))
     assert cut_uniform(a, run=10) is a
 

@@ -1,4 +1,4 @@
-"""Tree masks: each drafted token sees what it would see if its branch stood alone."""
+"""Tree masks: each drafted token sees the same tokens as if its branch were alone."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ def find_branch(node):
 
 
 def alone(case):
-    """Each token by the reference, at the end of its branch in a pool that holds the branch behind the history."""
+    """Each token by the reference, at the end of its branch, in a pool where the branch follows the history."""
     outs, lses = [], []
     for node in range(NODES):
         branch = find_branch(node)
@@ -56,7 +56,7 @@ def alone(case):
 
 def tree_case(**options):
     case = make_case(lengths=LENGTHS, q_len=NODES, **options)
-    # No block that two sequences share: the branches overwrite them.
+    # No shared blocks, because the branches overwrite them.
     return case.replace(
         block_tables=case.block_tables.at[3, 0].set(0),
         k_cache=case.k_cache.at[0].set(0.5),
@@ -79,13 +79,13 @@ def test_a_token_sees_its_branch_and_the_history(name):
         np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
         wrong, _ = call(*case.arrays, **case.options, tree_mask=make_mask((-1, 0, 0, 1, 1, 3, -1)))
         differs = np.abs(np.asarray(wrong) - expected).max(axis=(2, 3)) > 1e-3
-        # The twin with a mistake in it: one token has another parent. A window of one shows nobody its ancestors.
+        # The twin with a mistake: one token has another parent. With a window of one no token sees its ancestors.
         assert differs[:, 4].all() == (name != "window of one")
         assert not np.delete(differs, 4, axis=1).any()
 
 
-def test_tokens_of_a_short_sequence_are_where_they_stand():
-    """Of the 7 rows the last 2 exist, 5 and 6, of two branches: each sees itself alone."""
+def test_rows_before_the_start_of_a_short_sequence_are_zero():
+    """Only rows 5 and 6 of the 7 exist. They are on different branches, so each sees only itself."""
     case = make_case(lengths=(2, *LENGTHS[1:]), q_len=NODES)
     values = case.v_cache[case.block_tables[0, 0], :2]  # [tokens, kv_heads, head_dim]
     for call in BOTH:
@@ -94,9 +94,9 @@ def test_tokens_of_a_short_sequence_are_where_they_stand():
         np.testing.assert_allclose(out[0, 5:], jnp.repeat(values, 3, axis=1), atol=1e-6)
 
 
-def test_bits_that_are_no_tree():
-    """A query sees the tokens whose bits are set, whatever these see: the last query of each sequence sees token 2, and
-    not all that token 2 sees."""
+def test_a_mask_that_is_no_tree():
+    """A query sees exactly the tokens whose bits are set. The last query of each sequence sees token 2, but not
+    everything that token 2 sees."""
     lengths, bits = (20, 35), np.asarray([[0, 2, 6, 12], [1, 3, 7, 12]], np.uint32)[..., None]
     case = make_case(lengths=lengths, q_len=4)
     expected, expected_lse = np.zeros((2, 4, 6, 64)), np.zeros((2, 4, 6))
@@ -130,7 +130,7 @@ def test_a_mask_from_parents():
         tree_mask(jnp.asarray([[-1, 0, 1], [-1, 0, 2]]))
 
 
-def test_a_chain_is_what_there_is_without_a_mask():
+def test_a_chain_equals_no_mask():
     case = make_case(lengths=LENGTHS, q_len=NODES, options=OPTIONS["all"])
     out, _ = BOTH[1](*case.arrays, **case.options, tree_mask=make_mask(range(-1, NODES - 1)))
     assert_within_budget(case, out)
@@ -165,7 +165,7 @@ def test_errors(function, changes, message):
 
 
 @pytest.mark.parametrize("gpu", ["H100", "A100"])
-def test_which_kernel_takes_a_tree(gpu):
+def test_choice_of_the_kernel(gpu):
     """The decode kernel, up to 64 rows, with and without partitions. XLA computes larger ones."""
     q, *arrays = make_case(lengths=LENGTHS, q_len=22, dtype=jnp.bfloat16).arrays
     mask = jnp.ones((4, 22, 1), jnp.uint32)
@@ -186,7 +186,7 @@ def test_which_kernel_takes_a_tree(gpu):
     assert "a tree_mask of up to 64 rows" in explained(q).reason
 
 
-def test_what_the_kernels_do_not_take():
+def test_trees_that_the_kernels_reject():
     case = make_case(lengths=LENGTHS, q_len=NODES, dtype=jnp.bfloat16)
     arrays, how = case.arrays[1:], dict(implementation="mosaic_gpu", gpu="H100")
     for options in (dict(sliding_window=9), dict(alibi_slopes=jnp.ones(6))):

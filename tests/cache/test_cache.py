@@ -1,4 +1,4 @@
-"""Creating caches, writing tokens, and layers of a stack; and all that these calls refuse."""
+"""Creating caches, writing tokens, layers of a stack, and the refusals of these calls."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ def shown(pool: jax.Array) -> list[float]:
     ],
     ids=str,
 )
-def test_writes_land_in_their_slots_and_nowhere_else(slots, expected):
+def test_writes_change_their_slots_and_nothing_else(slots, expected):
     k = tokens(1, 2, 3)[: len(slots)]
     cache = write_kv(create(), k, -k, jnp.asarray(slots, jnp.int32))
     assert shown(cache.k) == expected

@@ -1,4 +1,4 @@
-"""How much fits into a memory: the bytes of the very caches, and sequences counted one by one."""
+"""The capacity of a memory, against the bytes of real caches and against sequences allocated one by one."""
 
 import functools
 import itertools
@@ -17,7 +17,7 @@ LATENT = dict(is_latent=True, value_dim=16)
 
 
 def created_bytes(*, scale_per, **sizes):
-    """The bytes of a cache that KVCache.create makes, without making it."""
+    """The bytes of a cache from KVCache.create, without creating it."""
     scales = dict(k_scale=1.0) if scale_per in ("head", "tensor") else {}
     if scales and not sizes.get("is_latent"):
         scales["v_scale"] = 1.0
@@ -35,7 +35,7 @@ def created_bytes(*, scale_per, **sizes):
         *itertools.product((jnp.int8, "float8_e4m3fn"), ("token_head", "head", "tensor")),
     ],
 )
-def test_the_bytes_are_those_of_the_caches_and_one_block_more_does_not_fit(dtype, scale_per, stacked, kind):
+def test_bytes_equal_the_caches_and_one_more_block_does_not_fit(dtype, scale_per, stacked, kind):
     memory, sizes = 1_000_003, SIZES | kind | dict(dtype=dtype, scale_per=scale_per)
     capacity = cache_capacity(memory, [7], num_layers=4, **sizes)
 
@@ -47,7 +47,7 @@ def test_the_bytes_are_those_of_the_caches_and_one_block_more_does_not_fit(dtype
     assert capacity.bytes_per_token * 5 == num_bytes(3) - num_bytes(2)
 
 
-def test_sequences_are_as_many_as_find_blocks_one_after_the_other():
+def test_the_number_of_sequences_equals_one_by_one_allocation():
     lengths = [1, 5, 6, 23, 40]
     capacity = cache_capacity(200_000, lengths, num_layers=2, **SIZES)
     free, num_seqs = capacity.num_blocks - 1, 0
@@ -63,7 +63,7 @@ def test_sequences_are_as_many_as_find_blocks_one_after_the_other():
     assert longer.num_contiguous_seqs == capacity.num_contiguous_seqs // 2
 
 
-def test_windows_make_room_for_more():
+def test_windows_fit_more_sequences():
     sizes = dict(num_layers=6, **SIZES)
     one_table = cache_capacity(200_000, [100], **sizes)
     grouped = cache_capacity(200_000, [100], windows=[8, 8, None] * 2, **sizes)
@@ -71,7 +71,7 @@ def test_windows_make_room_for_more():
     assert grouped.num_bytes == 2 * created_bytes(
         dtype=jnp.bfloat16, scale_per=None, num_blocks=grouped.num_blocks, **SIZES
     )  # two caches
-    # Two groups of windows hold three blocks each, where the full one holds 20.
+    # Two groups with windows hold three blocks each, the full group holds 20.
     assert grouped.num_seqs == (grouped.num_blocks - 1) // (20 + 2 * 3) > one_table.num_seqs
     assert grouped.num_tokens == (grouped.num_blocks - 1) // 3 * 5
     with pytest.raises(ValueError, match=r"one entry for each layer; got 2 and num_layers=6"):
@@ -99,7 +99,7 @@ def test_a_capacity_as_text():
         (dict(scale_per="head"), r"a bfloat16 cache is not quantised"),
     ],
 )
-def test_what_cannot_be_answered_is_refused(changes, message):
+def test_invalid_arguments_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         cache_capacity(**(dict(memory_bytes=10**6, lengths=[7], num_layers=2, **SIZES) | changes))
     assert cache_capacity(2 * 5 * 576, [7], num_layers=2, **SIZES).num_blocks == 2

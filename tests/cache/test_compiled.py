@@ -16,7 +16,7 @@ def test_a_donated_decode_step_copies_no_cache():
 
 
 def test_the_same_step_without_donation_does_copy():
-    # The twin: it shows that the test above can see a copy.
+    # The twin: the test above can detect a copy.
     compiled = jax.jit(decode_step).lower(*inputs()).compile()
     assert len(cache_sized_copies(compiled.as_text())) >= 2
 
@@ -68,6 +68,6 @@ def test_attention_holds_tiles_not_the_gathered_cache(num_partitions):
     function = jax.jit(lambda *arrays: paged_attention(*arrays, num_partitions=num_partitions))
     temporary = function.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
     tile = num_partitions * seqs * xla_tiles.TILE * kv_heads * head_dim
-    # Keys and values in bfloat16, gathered and laid out for the product, and in float32 where XLA widens for a CPU.
+    # Keys and values in bfloat16, gathered and in the layout of the product, and in float32 where XLA on a CPU widens.
     assert temporary < 2 * tile * (2 + 2 + 4) + 2**25
     assert temporary < 0.3 * num_partitions * 2**30

@@ -1,4 +1,4 @@
-"""Latent caches, one array whose first numbers are the values; and values of another width than keys."""
+"""Latent caches, one array whose first numbers are the values, and values that differ in width from keys."""
 
 import jax
 import jax.numpy as jnp
@@ -85,8 +85,8 @@ def test_rotation_begins_after_the_values():
     [("int8", "token_head", 12), ("float8_e4m3fn", "tensor", 8), ("float8_e5m2", "head", 4)],
 )
 @pytest.mark.parametrize("is_layer", [False, True])
-def test_rotary_numbers_in_two(dtype, scale_per, gain, is_layer):
-    """Products with queries have an error `gain` times smaller, and latent numbers no larger one."""
+def test_rotary_numbers_in_two_parts(dtype, scale_per, gain, is_layer):
+    """The error of products with queries is `gain` times smaller, and latent numbers have no larger error."""
     k, slots = tokens()[0] * jnp.asarray([1.0] * 8 + [9.0] * 4)[None, None], jnp.arange(2, 6)
     q = jax.random.normal(jax.random.key(1), (4, 3, 12)).at[..., :8].set(0)
     kind = dict(num_kv_heads=1, value_dim=8, is_latent=True, dtype=dtype, scale_per=scale_per)
@@ -108,7 +108,7 @@ def test_rotary_numbers_in_two(dtype, scale_per, gain, is_layer):
     assert 0 < latent_of_two <= latent
 
 
-def test_errors_of_rotary_numbers_in_two():
+def test_errors_of_rotary_numbers_in_two_parts():
     k, _ = tokens()
     for cache, message in (
         (filled(False, "int8"), "must be latent and 8-bit; got value_dim=None"),

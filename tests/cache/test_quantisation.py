@@ -1,4 +1,4 @@
-"""Quantised caches: what writing stores, how far it is from what was given, and that attention sees nothing else."""
+"""Quantised caches: stored numbers, their error, and that attention reads exactly the stored numbers."""
 
 import itertools
 
@@ -12,8 +12,8 @@ from jaxpaged.ops import kv_scale, widen_kv, write_kv
 from tests.cases import assert_within_budget, jitted_attention, make_case, within_budget
 from tests.compiled import HEAD_DIM, KV_HEADS, NUM_BLOCKS, SEQS, cache_sized_copies, decode_step, inputs
 
-# Half the distance between two neighbours: relative to the number, 1 / (1 + 2^(mantissa bits + 1)), and, in steps of
-# the scale, where numbers are too small for that (subnormal) or the steps are even (int8).
+# Half the distance between two neighbours: relative to the number, 1 / (1 + 2^(mantissa bits + 1)), and in steps of the
+# scale for subnormal numbers and for int8.
 ROUNDING = {jnp.float8_e4m3fn: (1 / 17, 2.0**-10), jnp.float8_e5m2: (1 / 9, 2.0**-17), jnp.int8: (0.0, 0.5)}
 LARGEST = {jnp.float8_e4m3fn: 448.0, jnp.float8_e5m2: 57344.0, jnp.int8: 127.0}
 DTYPES = pytest.mark.parametrize("dtype", ROUNDING, ids=lambda dtype: jnp.dtype(dtype).name)
@@ -23,7 +23,7 @@ pool_of = jax.jit(lambda layer: layer.pool)
 
 
 def drawn(shape, seed=0):
-    """Numbers of many sizes, some rows a thousand times as large as others."""
+    """Numbers of many sizes. Some rows are a thousand times as large as others."""
     rng = np.random.default_rng(seed)
     sizes = 10.0 ** rng.uniform(-2, 1, (*shape[:-1], 1))
     return jnp.asarray(rng.normal(size=shape) * sizes, jnp.float32)
@@ -37,7 +37,7 @@ def calibrated(k, v, dtype, scale):
 
 
 def created(k, v, dtype, scale, **changes):
-    """An empty cache, calibrated on k and v where it has to be."""
+    """An empty cache, calibrated on k and v if its dtype needs it."""
     sizes = dict(num_blocks=8, block_size=4, num_kv_heads=k.shape[-2], head_dim=k.shape[-1])
     return KVCache.create(**sizes | dict(dtype=dtype, scale_per=scale) | calibrated(k, v, dtype, scale) | changes)
 
@@ -45,7 +45,7 @@ def created(k, v, dtype, scale, **changes):
 @DTYPES
 @EVERY_SCALE
 @pytest.mark.parametrize("given", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_round_trip_error_is_what_the_mantissa_gives(dtype, scale, given):
+def test_round_trip_error_follows_the_mantissa(dtype, scale, given):
     k, v = drawn((12, 3, 64)).astype(given), drawn((12, 3, 64), 1).astype(given)
     slots = jnp.asarray(np.random.default_rng(2).permutation(32)[:12], jnp.int32)
     cache = write_kv(created(k, v, dtype, scale), k, v, slots)
@@ -56,7 +56,7 @@ def test_round_trip_error_is_what_the_mantissa_gives(dtype, scale, given):
         steps = np.asarray(steps).reshape(32, 3)[np.asarray(slots)] if scale == "token_head" else np.asarray(steps)
         bound = np.maximum(relative * np.abs(x), absolute * np.broadcast_to(steps, x.shape[:-1])[..., None])
         assert (np.abs(stored - x) <= bound * (1 + 1e-5)).all()  # the scale itself is rounded to float32
-        # The bound is none too wide: some number comes near it.
+        # The bound is tight: some number comes near it.
         assert (np.abs(stored - x) > 0.9 * bound).any()
 
 
@@ -72,7 +72,7 @@ def test_writing_saturates(dtype, scale, value):
     assert np.sign(stored[0]) == np.sign(value)
     assert abs(float(cache.k[0, 1, 0, 0].astype(jnp.float32))) == LARGEST[dtype]
     if scale != "token_head":
-        np.testing.assert_allclose(stored[1:], 1.0, rtol=1e-6)  # the others of the token are as they were
+        np.testing.assert_allclose(stored[1:], 1.0, rtol=1e-6)  # other heads of the token do not change
 
 
 @DTYPES
@@ -85,7 +85,7 @@ def test_zeros_and_the_smallest_numbers_are_stored_as_numbers(dtype):
 
 @DTYPES
 @EVERY_SCALE
-def test_nan_is_not_hidden_where_the_dtype_can_say_it(dtype, scale):
+def test_nan_is_kept_if_the_dtype_has_it(dtype, scale):
     calm = jnp.ones((2, 2, 8))
     k = calm.at[0, 0, 3].set(jnp.nan)
     wide = widen_kv(write_kv(created(calm, calm, dtype, scale), k, k, jnp.asarray([1, 2], jnp.int32)))
@@ -120,9 +120,9 @@ def test_padding_writes_neither_numbers_nor_scales(dtype, scale):
 @pytest.mark.parametrize(
     ("dtype", "scale"), [(jnp.float32, None), *itertools.product(ROUNDING, ["tensor", "head", "token_head"])]
 )
-def test_a_layer_of_a_stack_is_that_cache_by_itself(dtype, scale):
+def test_a_layer_of_a_stack_equals_a_single_cache(dtype, scale):
     k, v = drawn((3, 5, 2, 8)), drawn((3, 5, 2, 8), 1)
-    # Not vmap: XLA may round the division of a batch otherwise, by one unit in the last place.
+    # No vmap: XLA may round the division of a batch differently, by one unit in the last place.
     scales = jax.tree.map(lambda *x: jnp.stack(x), *(calibrated(k[i], v[i], dtype, scale) for i in range(3)))
     slots = jnp.asarray([3, 9, 31, -1, 4], jnp.int32)
     stack = created(k, v, dtype, scale, num_layers=3, **scales)
@@ -147,7 +147,7 @@ def test_attention_reads_the_numbers_of_a_widened_cache(scale):
     out, scales = jitted_attention(*case.arrays, **case.options), case.options
     wide = widen_kv(KVCache(case.k_cache, case.v_cache, **scales))
     assert_within_budget(case.replace(k_cache=wide.k, v_cache=wide.v, options={}), out)
-    # Each of these mistakes would be seen.
+    # Each of these mistakes changes the result.
     mistakes = [dict(v_scale=jnp.float32(1.0)), dict(k_scale=2 * scales["k_scale"])]
     if scale == "token_head":
         mistakes += [dict(k_scale=scales["v_scale"]), dict(k_scale=jnp.roll(scales["k_scale"], 1, axis=1))]
@@ -165,15 +165,15 @@ def test_a_donated_decode_step_widens_tiles_not_the_cache(dtype, scale):
     compiled, cache = jax.jit(decode_step, donate_argnums=(0, 1)).lower(*arguments).compile(), arguments[0]
     assert cache_sized_copies(compiled.as_text()) == []
     assert compiled.memory_analysis().alias_size_in_bytes >= 2 * cache.k.nbytes
-    # One wider pool set aside would take twice a pool's bytes. A CPU writes float8 in a pass over the pool, for which
-    # XLA may set aside its bytes once (docs/cache.md).
+    # A wider copy of the pool would need twice the pool's bytes. A CPU writes float8 in a pass over the pool, where
+    # XLA may allocate its bytes once (docs/cache.md).
     allowed = 0.5 if dtype == jnp.int8 else 1.5
     assert compiled.memory_analysis().temp_size_in_bytes < allowed * cache.k.nbytes
 
 
 @pytest.mark.parametrize("num_layers", [None, 3])
 @EVERY_SCALE
-def test_scales_that_create_makes(scale, num_layers):
+def test_scales_of_create(scale, num_layers):
     layers, shapes = ((), {"tensor": ()}) if num_layers is None else ((3,), {"tensor": (3, 1)})
     shapes |= {"head": (*layers, 2), "token_head": (*layers, 8, 4, 2)}
     k = jnp.ones((2, 8))

@@ -1,4 +1,4 @@
-"""`rotate_and_write_kv`: against turns of complex numbers, and against `write_kv` by itself."""
+"""`rotate_and_write_kv` against rotations of complex numbers, and against `write_kv` alone."""
 
 import functools
 
@@ -31,19 +31,19 @@ def new_tokens(dtype=jnp.float32):
     return q, k, v, slots, jnp.asarray([[0, 1, 2], [1000, 1001, 131_071]], jnp.int32)
 
 
-def turned(x, positions, pairs):
+def rotated(x, positions, pairs):
     """Each pair of dimensions as a complex number, times exp(i p f)."""
-    turned = np.array(x, np.float64)
+    rotated = np.array(x, np.float64)
     for (i, j), frequency in zip(pairs, rotary_frequencies(2 * len(pairs)), strict=True):
-        number = (turned[..., i] + 1j * turned[..., j]) * np.exp(1j * np.asarray(positions)[..., None] * frequency)
-        turned[..., i], turned[..., j] = number.real, number.imag
-    return turned
+        number = (rotated[..., i] + 1j * rotated[..., j]) * np.exp(1j * np.asarray(positions)[..., None] * frequency)
+        rotated[..., i], rotated[..., j] = number.real, number.imag
+    return rotated
 
 
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("num_pairs", [2, 4])
-def test_turns(num_pairs, interleaved, traced):
+def test_rotation(num_pairs, interleaved, traced):
     frequencies = rotary_frequencies(2 * num_pairs)
     function, arguments = functools.partial(rotate_and_write_kv, interleaved=interleaved), (create(), *new_tokens())
     if traced:
@@ -51,8 +51,8 @@ def test_turns(num_pairs, interleaved, traced):
     cache, new_q = function(*arguments, frequencies)
     _, q, k, v, _, positions = arguments
     pairs = [(2 * i, 2 * i + 1) if interleaved else (i, i + num_pairs) for i in range(num_pairs)]
-    expected_q, expected_k = (turned(x, positions, pairs) for x in (q, k))
-    # An angle of 131,071 is a float32, up to 2^-8 off, and so is the turn of a number.
+    expected_q, expected_k = (rotated(x, positions, pairs) for x in (q, k))
+    # An angle of 131,071 in float32 is up to 2^-8 off, and so is the rotated number.
     np.testing.assert_allclose(new_q, expected_q, atol=2e-2)
     np.testing.assert_allclose(new_q[0], expected_q[0], atol=1e-6)
     assert not np.allclose(new_q[0], q[0])
@@ -63,7 +63,7 @@ def test_turns(num_pairs, interleaved, traced):
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_writes_what_write_kv_writes(name):
+def test_writes_the_same_as_write_kv(name):
     empty = create(**CACHES[name])
     q, k, v, slots, positions = new_tokens(jnp.bfloat16)
     cache, new_q = rotate_and_write_kv(empty, q, k, v, slots, positions, FREQUENCIES)
@@ -103,7 +103,7 @@ LLAMA = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=8192,
 )
-YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32_768)  # of Qwen2.5
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32_768)  # Qwen2.5
 
 
 GPT_OSS = dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096)
@@ -131,13 +131,13 @@ def test_the_attention_factor():
     assert rotary_attention_factor(None) == rotary_attention_factor(LLAMA) == 1.0
     np.testing.assert_allclose(rotary_attention_factor(YARN), 0.1 * np.log(4.0) + 1.0)
     assert rotary_attention_factor(YARN | dict(attention_factor=0.7)) == 0.7
-    np.testing.assert_allclose(rotary_attention_factor(GPT_OSS), 1.3465735902799727)  # these two of transformers
+    np.testing.assert_allclose(rotary_attention_factor(GPT_OSS), 1.3465735902799727)  # both values from transformers
     np.testing.assert_allclose(rotary_attention_factor(LONGROPE), 1.1902380714238083)
     factor = rotary_attention_factor(YARN | dict(factor=40.0, mscale=0.707, mscale_all_dim=1.0))  # DeepSeek's fields
     np.testing.assert_allclose(factor, (0.0707 * np.log(40.0) + 1) / (0.1 * np.log(40.0) + 1))
 
 
-# As transformers 5.23 gives them, in float32: tools/transformers_values.py
+# Values of transformers 5.23 in float32, from tools/transformers_values.py
 TRANSFORMERS = [
     (
         LLAMA,
@@ -188,7 +188,7 @@ def test_frequencies_of_transformers(scaling, theta, max_length, expected):
         (LLAMA | dict(low_freq_factor=4.0), "low_freq_factor must be below high_freq_factor; got 4.0 and 4.0"),
     ],
 )
-def test_scalings_that_are_not_known(scaling, message):
+def test_unknown_scalings_are_refused(scaling, message):
     with pytest.raises(ValueError, match=message):
         rotary_frequencies(64, 10_000.0, scaling)
 

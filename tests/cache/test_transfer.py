@@ -36,7 +36,7 @@ def test_copy_blocks_keeps_every_bit(dtype, scale, num_layers):
 
 @EVERY_CACHE
 @STACKED
-def test_gathered_tokens_are_those_of_the_blocks_in_order(dtype, scale, num_layers):
+def test_gathered_tokens_follow_the_block_table(dtype, scale, num_layers):
     cache = filled(dtype, scale, num_layers)
     tables = np.asarray([[3, 1, 2**31 - 1], [5, -7, 10**6], [2, 4, 1]], np.int32)
     contiguous = gather(cache, tables, ids(6, 0, 12))
@@ -82,7 +82,7 @@ def test_gathering_hides_nan_past_the_length():
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("num_layers", [None, 2])
-def test_no_operation_holds_a_second_cache(dtype, num_layers):
+def test_no_operation_allocates_a_second_cache(dtype, num_layers):
     cache, *_ = jax.eval_shape(lambda: inputs(dtype=dtype, num_layers=num_layers))
     some, tables, lengths = ids(*range(1, 9)), np.arange(1, 9, dtype=np.int32).reshape(2, 4), ids(33, 64)
     contiguous = jax.eval_shape(gather_kv, cache, tables, lengths)

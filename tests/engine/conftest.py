@@ -7,7 +7,7 @@ from tests.toy_model import ENGINES, assert_idle
 
 @pytest.fixture
 def idle_engines():
-    """After the test, no engine that tests share has a request or a block left."""
+    """Asserts that no shared engine has a request or a block left after the test."""
     yield
     for engine in ENGINES:
         assert_idle(engine)

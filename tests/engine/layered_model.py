@@ -1,4 +1,4 @@
-"""A model of several layers, some with windows, whose requests may have adapters; and its twin in float64."""
+"""A model of several layers, some with windows, that supports adapters, and its twin in float64."""
 
 import functools
 

@@ -82,15 +82,17 @@ def create_adapted_engine(**options):
 
 @pytest.fixture
 def engine():
-    """It has no cached prefix."""
+    """An engine without cached prefixes."""
     engine = create_adapted_engine()
     engine.update_weights(with_adapters(random_adapters()))
     return engine
 
 
-def some_requests(count):
+def requests_with_adapters(count):
     prompts, params = requests(count)
-    return prompts, [dataclasses.replace(of_one, adapter=CHOSEN[i % 4]) for i, of_one in enumerate(params)]
+    return prompts, [
+        dataclasses.replace(request_params, adapter=CHOSEN[i % 4]) for i, request_params in enumerate(params)
+    ]
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 24, 25])
@@ -108,7 +110,7 @@ def test_equal_to_merged_weights(tokens):
     assert jaxpaged.lora(*(array.astype(jnp.bfloat16) for array in (x, a, b)), ids).dtype == "bfloat16"
 
 
-def test_shapes_that_do_not_fit_are_refused():
+def test_wrong_shapes_are_refused():
     x, a, b, ids = jnp.ones((5, 4)), jnp.ones((2, 3, 4)), jnp.ones((2, 3, 7)), jnp.zeros(5, jnp.int32)
     assert jaxpaged.lora(x, a, b, ids).shape == (5, 7)
     for wrong in ((x[0], a, b, ids), (x, a[0], b, ids), (x, a[:1], b, ids), (x, a[:, :2], b, ids), (x, b, b, ids)):
@@ -119,30 +121,30 @@ def test_shapes_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize("left", [BLOCKS, TIGHT], ids=["plenty", "tight"])
-def test_tokens_are_those_of_merged_weights_among_other_adapters(engine, left):
-    prompts, params = some_requests(16)
+def test_tokens_equal_merged_weights_next_to_other_adapters(engine, left):
+    prompts, params = requests_with_adapters(16)
     with counting(engine) as counts, fewer_blocks(engine, left):
         outputs = engine.generate(prompts, params)
     assert (counts.num_preempted > 0) == (left == TIGHT)
-    for prompt, of_one, output in zip(prompts, params, outputs, strict=True):
-        tokens, logprobs = continuation(merged(of_one.adapter), prompt, of_one)
+    for prompt, request_params, output in zip(prompts, params, outputs, strict=True):
+        tokens, logprobs = continuation(merged(request_params.adapter), prompt, request_params)
         assert output.outputs[0].token_ids == tokens
-        if of_one.logprobs:
+        if request_params.logprobs:
             np.testing.assert_allclose(output.outputs[0].logprobs, logprobs, atol=1e-4)
 
 
-def test_a_batch_invariant_engine_gives_the_same_bits_among_other_adapters():
-    prompts, params = some_requests(8)
-    params = [dataclasses.replace(of_one, logprobs=True, n=1) for of_one in params]
+def test_a_batch_invariant_engine_gives_the_same_bits_next_to_other_adapters():
+    prompts, params = requests_with_adapters(8)
+    params = [dataclasses.replace(request_params, logprobs=True, n=1) for request_params in params]
     exact_engine = create_adapted_engine(batch_invariant=True)
     together = exact_engine.generate(prompts, params)
-    for prompt, of_one, output in zip(prompts, params, together, strict=True):
-        assert exact_engine.generate([prompt], of_one)[0].outputs == output.outputs
-        (score,) = exact_engine.score([prompt], tokens_of([output]), adapter=of_one.adapter)
+    for prompt, request_params, output in zip(prompts, params, together, strict=True):
+        assert exact_engine.generate([prompt], request_params)[0].outputs == output.outputs
+        (score,) = exact_engine.score([prompt], tokens_of([output]), adapter=request_params.adapter)
         assert score.logprobs == output.outputs[0].logprobs
 
 
-def test_a_prefix_is_found_by_its_own_adapter_only(engine):
+def test_a_prefix_matches_only_its_own_adapter(engine):
     prompt, long = [*range(2 * BLOCK_SIZE + 1)], greedy(30)
 
     def num_found(chosen, adapters=None):
@@ -155,7 +157,7 @@ def test_a_prefix_is_found_by_its_own_adapter_only(engine):
     assert [num_found([adapter]) for adapter in CHOSEN] == [0] * 4
     assert num_found(CHOSEN) == 4 * 2 * BLOCK_SIZE
 
-    # Another adapter 1, while a request of each runs on.
+    # Replaces adapter 1 while a request of each adapter runs.
     other = random_adapters(2)
     new = {
         name: tuple(a.at[1].set(b[1]) for a, b in zip(pair, other[name], strict=True))

@@ -1,4 +1,4 @@
-"""The host's books of an engine, with reports written by hand: no device, no model."""
+"""The engine's host-side bookkeeping, with hand-written reports: no device, no model."""
 
 from types import SimpleNamespace
 
@@ -15,8 +15,8 @@ NOBODY = MAX_REQUESTS
 
 
 def take(books, places=(), tokens=(), finished=()):
-    """The books read a report. `places` of the rows that were sent; `tokens`: (place, token), in the order of the
-    steps; `finished` places."""
+    """Passes a report to the books: `places` of the sent rows, `tokens` as (place, token) in the order of steps, and
+    `finished` places."""
     ends = np.zeros(MAX_REQUESTS, np.int32)
     ends[list(finished)] = RequestStatus.EXHAUSTED
     owners, drawn = np.array(list(tokens) or [(NOBODY, 0)], np.int32).T
@@ -52,7 +52,7 @@ def take_tokens(books):
     return [(output.request_id, output.outputs[0].token_ids) for output in books.take_outputs()]
 
 
-def test_a_row_waits_goes_out_and_ends(books):
+def test_a_row_waits_is_sent_and_ends(books):
     first, second = add(books, 2)
     sent = books.send(1)
     assert ids(sent.rows) == [first]
@@ -70,7 +70,7 @@ def test_a_row_waits_goes_out_and_ends(books):
     assert books.num_open == books.num_unfinished == 1
 
 
-def test_no_more_go_out_than_the_device_has_places(books):
+def test_no_more_rows_are_sent_than_the_device_has_places(books):
     add(books, 5)
     assert len(books.send(2).rows) == 2
     assert books.has_more
@@ -83,7 +83,7 @@ def test_no_more_go_out_than_the_device_has_places(books):
 def test_adapters_are_forgotten_one_by_one():
     books = Books(max_requests=MAX_REQUESTS, seed=0, num_adapters=2)
     books.forget([1])
-    assert books.send(1).forgets.tolist() == [False, False, True]  # the first: without an adapter
+    assert books.send(1).forgets.tolist() == [False, False, True]  # the first entry is for requests without an adapter
     books.forget([0])
     books.take_back()
     assert books.send(1).forgets.tolist() == [False, True, True]
@@ -92,7 +92,7 @@ def test_adapters_are_forgotten_one_by_one():
     assert books.forgets.all()
 
 
-def test_requests_and_aborts_of_a_failed_slice_are_taken_back_in_order(books):
+def test_requests_and_aborts_of_a_failed_slice_are_restored_in_order(books):
     first, *others = add(books, 3)
     books.send(1)
     take(books, [2])
@@ -100,18 +100,18 @@ def test_requests_and_aborts_of_a_failed_slice_are_taken_back_in_order(books):
     sent = books.send(2)
     assert sent.forgets.all()
     assert not books.forgets.any()
-    books.end(books.find(first, None))  # once the slice was sent
+    books.end(books.find(first, None))  # after the slice was sent
     assert (sent.aborts, ids(sent.rows)) == ([], others)
     books.end(books.find(others[0], None))
     books.take_back()
     assert books.forgets.all()
     again = books.send(2)
     assert (again.aborts, ids(again.rows)) == ([2], others[1:])
-    # The device has yet to end the first.
+    # The device has not ended the first request yet.
     assert [(output.request_id, output.finished) for output in books.take_outputs()] == [(others[0], True)]
 
 
-def test_slices_are_taken_back_from_the_last_on(books):
+def test_slices_are_restored_last_first(books):
     requests = add(books, 3)
     books.send(1)
     take(books, [1])
@@ -124,7 +124,7 @@ def test_slices_are_taken_back_from_the_last_on(books):
     assert (again.aborts, ids(again.rows)) == ([1], requests[1:])
 
 
-def test_an_abort_of_a_row_under_way_is_sent_once_its_place_is_known(books):
+def test_an_abort_of_a_sent_row_waits_until_its_place_is_known(books):
     (request,) = add(books, 1)
     books.send(1)
     books.end(books.find(request, None))
@@ -142,7 +142,7 @@ def test_an_abort_is_not_sent_to_a_place_that_is_free_again(books):
     assert books.send(1).aborts == []
 
 
-def test_one_completion_is_named(books):
+def test_find_by_request_and_completion(books):
     (request,) = add(books, 1, n=3, temperature=1.0)
     other = add(books, 1)[0]
     assert [row is books.requests[request][1] for row in books.find(request, 1)] == [True]
@@ -151,7 +151,7 @@ def test_one_completion_is_named(books):
     assert books.find(other + 1, None) == []
 
 
-def test_an_end_that_ctrl_c_kept_from_being_told_is_known_still(books, monkeypatch):
+def test_an_end_that_ctrl_c_interrupted_is_still_reported(books, monkeypatch):
     requests = add(books, 2)
     books.send(2)
     take(books, [0, 1], [(0, 3), (1, 4)], finished=[0, 1])
@@ -171,7 +171,7 @@ def test_an_end_that_ctrl_c_kept_from_being_told_is_known_still(books, monkeypat
     assert [books.find(request, None) for request in (*requests, None)] == [[], [], []]
 
 
-def test_of_dropped_requests_nothing_is_told(books):
+def test_dropped_requests_are_not_reported(books):
     requests = add(books, 2)
     books.send(1)
     books.drop(requests)
@@ -184,7 +184,7 @@ def test_of_dropped_requests_nothing_is_told(books):
     assert books.is_device_empty
 
 
-def test_logprobs_are_wanted_by_who_is_out(books):
+def test_logprobs_are_computed_while_a_sent_request_wants_them(books):
     add(books, 1, logprobs=True)
     assert not books.wants_logprobs
     books.send(1)
@@ -196,11 +196,11 @@ def test_logprobs_are_wanted_by_who_is_out(books):
     assert not books.wants_logprobs
 
 
-def test_rows_that_are_held_keep_their_turn(books):
+def test_held_rows_keep_their_order(books):
     first, second, third = add(books, 3)
-    assert books.send(1, lambda row: True).rows == []  # one is looked at
+    assert books.send(1, lambda row: True).rows == []  # looks at one row
     assert ids(books.queue) == [first, second, third]
-    assert not books.has_more  # it would be held again, and again
+    assert not books.has_more  # it would be held in every slice
     sent = books.send(10, lambda row: row.request_id != second)
     assert ids(sent.rows) == [second]
     assert ids(books.queue) == [first, third]

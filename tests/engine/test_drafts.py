@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("idle_engines")
 ANSWERS, DRAFTS = 64, 3
 
 
-def knowing(weights, tokens, lengths, hidden):
+def draft_answers(weights, tokens, lengths, hidden):
     """Drafts from known answers, wrong in `errors` of 10 cases; -1 for a text without an answer."""
     index = jnp.arange(MAX_TOKENS, dtype=jnp.int32)[None]
     is_same = (weights["answers"][None] == tokens[:, None]) | (index >= lengths[:, None])[:, None]
@@ -51,7 +51,7 @@ def knowing(weights, tokens, lengths, hidden):
     return jnp.where(is_answer.any(axis=1)[:, None] & (lengths[:, None] % 8 > 0), drafts, -1)
 
 
-def knowing_weights(texts=(), errors=0, seed=0):
+def answer_weights(texts=(), errors=0, seed=0):
     answers = np.full((ANSWERS, MAX_TOKENS), -1, np.int32)
     for row, text in zip(answers, texts, strict=False):
         row[: len(text)] = text
@@ -61,17 +61,17 @@ def knowing_weights(texts=(), errors=0, seed=0):
 @functools.cache
 def create_drafting_engine():
     options = dict(widths=(2 * SEATS,), num_speculative_tokens=DRAFTS, prefix_cache=True, shares=True)
-    ENGINES.append(create_engine(weights=knowing_weights(), draft=knowing, **options))
+    ENGINES.append(create_engine(weights=answer_weights(), draft=draft_answers, **options))
     return ENGINES[-1]
 
 
 def drafting_engine(prompts, outputs, **options):
-    """An engine whose drafts are those of `knowing`, with these outputs as its answers."""
+    """An engine that drafts by `draft_answers`, with these outputs as answers."""
     engine = create_drafting_engine()
     texts = [
         [*prompt, *one.token_ids] for prompt, output in zip(prompts, outputs, strict=True) for one in output.outputs
     ]
-    engine.update_weights(knowing_weights(texts[: ANSWERS - 1], **options))
+    engine.update_weights(answer_weights(texts[: ANSWERS - 1], **options))
     return engine
 
 
@@ -90,11 +90,11 @@ def assert_same(completion, expected, *, is_whole=True):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_tokens_are_those_of_an_engine_without_drafts(seed):
-    """Random requests, in a tight pool or not, some of them aborted, with drafts good or bad."""
+def test_tokens_equal_an_engine_without_drafts(seed):
+    """Random requests, in a tight or a large pool, some of them aborted, with good or bad drafts."""
     rng = np.random.default_rng(seed)
     prompts, params = requests(int(rng.integers(3, 25)), seed)
-    if rng.random() < 0.5:  # that begin alike
+    if rng.random() < 0.5:  # with a common prefix
         prompts = [[*prompts[0][:9], *prompt[: 30 - len(prompts[0][:9])]][:30] for prompt in prompts]
         params = [dataclasses.replace(one, max_tokens=min(one.max_tokens, MAX_TOKENS - 30)) for one in params]
     params = [dataclasses.replace(one, logprobs=True) for one in params]
@@ -129,12 +129,12 @@ def test_right_drafts_are_accepted_and_wrong_ones_cost_no_token():
     assert wrong.num_accepted == 0 < wrong.num_drafted < 100
     assert 100 <= right.num_accepted <= right.num_drafted
     assert 40 <= wrong.num_steps <= 45
-    assert right.num_steps <= 25  # new requests: those before do not count
+    assert right.num_steps <= 25  # statistics of earlier requests do not count
 
 
 def test_a_batch_invariant_engine_gives_equal_bits_with_drafts():
     prompts, params = requests(12, 5)
-    prompts = [(prompt[:3] * 10)[:20] for prompt in prompts]  # what occurred before
+    prompts = [(prompt[:3] * 10)[:20] for prompt in prompts]  # repeated text
     params = [dataclasses.replace(one, logprobs=True, n=1, max_tokens=24) for one in params]
     engine = create_engine(num_speculative_tokens=2, batch_invariant=True, prefix_cache=True)
     alone = [engine.generate([prompt], of_one)[0] for prompt, of_one in zip(prompts, params, strict=True)]
@@ -145,7 +145,7 @@ def test_a_batch_invariant_engine_gives_equal_bits_with_drafts():
                 together = engine.generate(prompts[::-1], params[::-1])[::-1]
             assert [output.outputs for output in together] == [output.outputs for output in alone]
     assert counts.num_preempted > 0
-    # Twice the seats' number of completions: those that begin last find their text in the others'.
+    # Twice the number of seats: the last ones find their text in the others.
     with counting(engine) as counts:
         first, *others = tokens_of(engine.generate([[9, 8, 7]], dataclasses.replace(greedy(30), n=2 * SEATS)))
     assert others == [first] * len(others)
@@ -163,7 +163,7 @@ def naive(tokens, text, num_drafts):
 
 
 @pytest.mark.parametrize("other", [0, 1], ids=["its own text", "another text"])
-def test_what_followed_the_newest_tokens_before_is_drafted(other):
+def test_the_continuation_of_an_earlier_occurrence_is_drafted(other):
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 33, (2, 200)).astype(np.int32)
     tokens = rng.integers(0, 3, (2, 200, 32), np.int32)
@@ -174,7 +174,7 @@ def test_what_followed_the_newest_tokens_before_is_drafted(other):
     assert num_equal.max() > 4
 
 
-def test_completions_look_into_each_others_texts_in_turn():
+def test_completions_search_each_others_texts_in_turn():
     drafting = Drafting.create(num_seats=4, num_drafts=2, max_requests=6)
     drafting = drafting.reset(jnp.int32([0, 2, 3, 5, 6]), jnp.int32([7, 7, 7, 8, 7]))
     seated = jnp.int32([2, 5, 0, 6])
@@ -184,7 +184,7 @@ def test_completions_look_into_each_others_texts_in_turn():
     assert {(of_each[1], of_each[3]) for of_each in seen} == {(6, 6)}
 
 
-def test_a_request_is_known_by_its_own_drafts():
+def test_a_requests_hit_rate_comes_from_its_own_drafts():
     drafting = Drafting.create(num_seats=3, num_drafts=2, max_requests=5)
     step = SimpleNamespace(request_ids=jnp.int32([4, 1, 5]), num_drafts=jnp.int32([2, 2, 0]))
     drafting = drafting.update(step, jnp.int32([3, 1, 0]))
@@ -198,27 +198,27 @@ def test_a_request_is_known_by_its_own_drafts():
     for chances in ([known, PRIOR, PRIOR], [PRIOR, PRIOR, PRIOR]):
         found = drafting.chances(SimpleNamespace(seated=jnp.int32([4, 0, 5])))
         np.testing.assert_allclose(found, np.stack([chances, np.square(chances)], axis=1), rtol=1e-6)
-        drafting = drafting.reset(jnp.int32([4, 5]), jnp.int32([1, 1]))  # another request
+        drafting = drafting.reset(jnp.int32([4, 5]), jnp.int32([1, 1]))  # a new request
 
 
 @pytest.mark.parametrize(
     ("row_cost", "expected"),
-    [  # a step of the two rows that are needed costs 2 + row_cost, one more 1
+    [  # a step of the two required rows costs 2 + row_cost, another row costs 1
         (0, [[-1, -1, -1], [-1, -1, -1]]),
         (0.08, [[-1, -1, -1], [0, -1, -1]]),
         (1, [[-1, -1, -1], [0, 0, 0]]),
         (40, [[0, -1, -1], [0, 0, 0]]),
     ],
 )
-def test_guesses_are_worth_their_rows(row_cost, expected):
+def test_drafts_must_be_worth_their_rows(row_cost, expected):
     seats = jnp.arange(2, dtype=jnp.int32)
     scheduler = SimpleNamespace(seated=seats, num_known=seats + 5)
     drafting = dataclasses.replace(Drafting.create(2, 3, 2), hits=jnp.float32([0, 9]), tries=jnp.float32([9, 9]))
-    drafting = drafting.with_drafts(scheduler, SimpleNamespace(lengths=seats + 4), knowing, row_cost)
-    assert drafting.guesses.tolist() == expected  # chances of 7.5% and of 97.5% for each draft in a row
+    drafting = drafting.with_drafts(scheduler, SimpleNamespace(lengths=seats + 4), draft_answers, row_cost)
+    assert drafting.guesses.tolist() == expected  # chances of 7.5% and 97.5% for each draft of a row
 
 
-def test_drafts_become_right_again():
+def test_drafting_resumes_when_drafts_are_right_again():
     prompts = [[5, 6]]
     expected = without_drafts(prompts, greedy(40))
     engine = drafting_engine(prompts, expected, errors=10)
@@ -228,7 +228,7 @@ def test_drafts_become_right_again():
         while engine.stats().num_generated - before < 16:
             engine.step()
     assert wrong.num_accepted == 0
-    assert wrong.num_drafted < 3 * 16  # it gave up
+    assert wrong.num_drafted < 3 * 16  # drafting stopped
     with counting(engine) as right:
         drafting_engine(prompts, expected)
         assert tokens_of(finish(engine).values()) == tokens_of(expected)
@@ -238,15 +238,15 @@ def test_drafts_become_right_again():
 CHAIN = np.random.default_rng(3).normal(size=(5, 5)).astype(np.float32)  # logits after each of five tokens
 
 
-def in_a_chain(weights, tokens, positions, cache, step):
-    """A model whose logits follow from the last token alone."""
+def apply_chain(weights, tokens, positions, cache, step):
+    """A model whose logits depend only on the last token."""
     nothing = jnp.zeros((len(tokens), 1, 8), jnp.float32)
     cache, _ = step.attend(nothing, nothing, nothing, cache)
     return cache, weights["chain"][tokens]
 
 
-def likely_or_not(weights, tokens, lengths, hidden):
-    """Drafts of the likeliest tokens for half of the seats, of the least likely ones for the others."""
+def draft_likely_or_unlikely(weights, tokens, lengths, hidden):
+    """Drafts the likeliest tokens for half of the seats, the least likely ones for the others."""
     last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1, mode="clip")[:, 0]
     drafts = []
     for _ in range(DRAFTS):
@@ -256,18 +256,18 @@ def likely_or_not(weights, tokens, lengths, hidden):
     return jnp.stack(drafts, axis=1)
 
 
-def test_drafts_leave_the_distribution_as_it_is():
+def test_drafts_do_not_change_the_distribution():
     # 100,000 draws at temperature 1.
     max_num_seqs, new = 64, 50
     sizes = dict(max_num_seqs=max_num_seqs, max_model_len=52, max_requests=4 * max_num_seqs, steps_per_slice=64)
     sizes |= dict(chunk_tokens=3 * max_num_seqs, num_speculative_tokens=DRAFTS)
     with mock.patch.object(program, "step_cost", return_value=1000.0):  # rows cost nothing
         engine = create_engine(
-            model=in_a_chain,
+            model=apply_chain,
             head=None,
             weights={"chain": jnp.asarray(CHAIN)},
             cache=create_cache(1 + max_num_seqs * 13, num_kv_heads=1),
-            draft=likely_or_not,
+            draft=draft_likely_or_unlikely,
             batch_invariant=True,
             **sizes,
         )
@@ -302,14 +302,14 @@ def with_hidden(weights, tokens, positions, cache, step):
 
 
 def by_rule(weights, hidden):
-    """A head that knows what follows."""
+    """A head that knows the next token."""
     token, position = (hidden[name].reshape(-1).astype(jnp.int32) for name in ("token", "position"))
     following = ((token * 7 + position * 3 + 1) % VOCAB)[:, None]
     return jnp.where(jnp.arange(VOCAB)[None] == following, 9.0, 0.0).astype(jnp.float32)
 
 
 def by_head(weights, tokens, lengths, hidden):
-    """Two drafts by the rule, from hidden states alone, the second of them perhaps wrong; without a state, none."""
+    """Two drafts by the rule, from hidden states only. The second may be wrong. Without a state there are none."""
     token, position = (hidden[name].reshape(-1).astype(jnp.int32) for name in ("token", "position"))
     is_there = ((token > 0) | (position > 0))[:, None]
     drafts = []
@@ -321,7 +321,7 @@ def by_head(weights, tokens, lengths, hidden):
 
 
 def test_a_head_drafts_from_hidden_states():
-    # Prompts of one token, chunks, preemption, found prefixes: were a state another token's, drafts would be wrong.
+    # Prompts of one token, chunks, preemption, cached prefixes: with another token's state the drafts would be wrong.
     model = dict(model=with_hidden, head=by_rule, weights={"error": jnp.int32(0)}, draft=by_head)
     options = dict(widths=(2 * SEATS,), num_speculative_tokens=2, prefix_cache=True)
     engine = create_engine(**model, cache=create_cache(num_kv_heads=1), **options)
@@ -355,16 +355,16 @@ EIGHT, ALL, DRAFTS_FOR_ALL, TWICE, _ = range(5)
         (16, 0, [0.1, 0], ALL),  # twice the rows would cost more
         (16, 0, [0.9, 0.8], TWICE),
         (12, 0, [0.22, 0], DRAFTS_FOR_ALL),  # for four of them
-        (12, 4, [0.22, 0], TWICE),  # else prompts would use their rows
+        (12, 4, [0.22, 0], TWICE),  # otherwise prompts would use their rows
         (12, 0, [0.19, 0], DRAFTS_FOR_ALL),
         (12, 0, [0.1, 0], ALL),  # packed rows cost more
-        (16, 0, [0.1, 0.5], ALL),  # the second drafts get no row
+        (16, 0, [0.1, 0.5], ALL),  # second drafts get no row
     ],
 )
-def test_drafts_take_a_step_that_pays(num_needing, num_pending, gains, expected):
+def test_drafts_use_the_step_that_pays(num_needing, num_pending, gains, expected):
     assert [(kind.width, kind.draws_all) for kind in KINDS[:-1]] == [(8, True), (16, False), (16, True), (32, True)]
-    of_seats = jnp.where(jnp.arange(16)[:, None] < num_needing, jnp.float32(gains)[None], 0.0)
-    assert int(quickest(KINDS[:-1], jnp.int32(num_needing), jnp.int32(num_pending), of_seats)) == expected
+    seat_gains = jnp.where(jnp.arange(16)[:, None] < num_needing, jnp.float32(gains)[None], 0.0)
+    assert int(quickest(KINDS[:-1], jnp.int32(num_needing), jnp.int32(num_pending), seat_gains)) == expected
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from tests.toy_model import (
     STEPS,
     TIGHT,
     VOCAB,
-    assert_whole,
+    assert_invariants,
     continuation,
     counting,
     create_cache,
@@ -54,7 +54,7 @@ with_and_without_prefix_cache = pytest.mark.parametrize("prefix_cache", [False, 
 
 @pytest.fixture(scope="module")
 def load():
-    """Requests, and the tokens and logprobs of each completion."""
+    """Requests, and the expected tokens and logprobs of each completion."""
     prompts, params = requests(40)
     expected = [
         [continuation(random_weights(), prompt, of_one, i) for i in range(of_one.n)]
@@ -71,7 +71,7 @@ def test_tokens_do_not_depend_on_the_load(load, left, prefix_cache):
     with counting(engine) as counts, fewer_blocks(engine, left) as hidden:
         for order in (np.arange(40), np.arange(40)[::-1], np.random.default_rng(1).permutation(40)):
             outputs = engine.generate([prompts[i] for i in order], [params[i] for i in order])
-            assert_whole(engine, hidden)
+            assert_invariants(engine, hidden)
             for i, output in zip(order, outputs, strict=True):
                 for (tokens, logprobs), completion in zip(expected[i], output.outputs, strict=True):
                     assert completion.token_ids == tokens
@@ -82,7 +82,7 @@ def test_tokens_do_not_depend_on_the_load(load, left, prefix_cache):
                         np.testing.assert_allclose(completion.logprobs, logprobs, atol=1e-4)
     assert (counts.num_preempted > 0) == (left == TIGHT)
     assert (counts.num_found > 0) == prefix_cache  # in the second and third order
-    if left == TIGHT:  # few seats are occupied, so that steps are of every kind
+    if left == TIGHT:  # few seats are occupied, so that all kinds of steps occur
         sharing, others = np.split(np.asarray(engine._runner.state.num_of_kind), [2 * prefix_cache])
         assert (others > 0).all()
         assert (sharing.sum() > 0) == prefix_cache
@@ -106,7 +106,7 @@ def test_a_batch_invariant_engine_gives_equal_bits_under_any_load():
     assert num_different(shared_engine(), BLOCKS)
 
 
-def test_a_layer_without_a_number_of_partitions_gets_that_of_the_step(monkeypatch):
+def test_a_layer_uses_the_partitions_of_the_step_by_default(monkeypatch):
     given = []
     attend = "jaxpaged._attention.attention_step.attend"
     monkeypatch.setattr(attend, lambda q, *_, num_partitions, **options: given.append(num_partitions) or q)
@@ -117,7 +117,7 @@ def test_a_layer_without_a_number_of_partitions_gets_that_of_the_step(monkeypatc
     assert given == [1, 1, 2]
 
 
-def test_weights_are_not_the_callers_container():
+def test_the_engine_does_not_share_the_callers_container_of_weights():
     engine, weights = shared_engine(), random_weights(1)
     engine.update_weights(weights)
     weights["head"] *= 2
@@ -130,7 +130,7 @@ def test_requests_without_a_seed_get_different_ones():
 
 
 def count_tokens(engine, *request):
-    """(tokens computed, tokens found) by requests, and their outputs."""
+    """(tokens computed, tokens found) for requests, and their outputs."""
     with counting(engine) as counts:
         outputs = engine.generate(*request)
     return (counts.num_computed, counts.num_found), outputs
@@ -139,24 +139,24 @@ def count_tokens(engine, *request):
 def test_a_prefix_is_found_until_the_weights_change():
     engine, prompt = shared_engine(prefix_cache=True), [*range(21), 5]  # five full blocks, and two tokens
 
-    def served_with(seed):
+    def serve_with_seed(seed):
         counts, outputs = count_tokens(engine, [prompt], greedy())
         assert tokens_of(outputs) == [expected_tokens(prompt, greedy(), seed)]
         return counts
 
-    assert [served_with(0), served_with(0)] == [(29, 0), (9, 20)]
-    # A request that began with old weights and ends with new ones: none of its blocks is found.
+    assert [serve_with_seed(0), serve_with_seed(0)] == [(29, 0), (9, 20)]
+    # A request that starts with old weights and ends with new ones: none of its blocks match.
     request = engine.add_request(prompt, greedy(MAX_TOKENS - len(prompt)))
     engine.step()
     engine.update_weights(random_weights(1))
     assert set(finish(engine)) == {request}
-    assert [served_with(1), served_with(1)] == [(29, 0), (9, 20)]
+    assert [serve_with_seed(1), serve_with_seed(1)] == [(29, 0), (9, 20)]
     engine.update_weights(random_weights())
-    assert served_with(0) == (29, 0)
+    assert serve_with_seed(0) == (29, 0)
 
 
-def test_blocks_that_old_weights_began_are_not_found_with_new_ones():
-    """The first block is full, but not yet listed, when the weights change."""
+def test_blocks_that_old_weights_began_do_not_match_with_new_ones():
+    """The first block is full but not yet listed when the weights change."""
     engine, prompt = shared_engine(prefix_cache=True), [9, 8, 7]
     engine.add_request(prompt, greedy(20))
     engine.step()
@@ -175,9 +175,9 @@ def test_equal_prompts_are_computed_once():
     assert tokens_of(outputs) == tokens_of(expected)
     new = 4 * 5  # the last token of each is not computed
     assert apart == (4 * 22 + new, 0)
-    # The others compute the end of the prompt, which fills no block.
+    # The others compute the end of the prompt, which does not fill a block.
     assert together == (22 + 3 * 2 + new, 3 * 20)
-    # Prompts that only begin alike wait for the first one, too.
+    # Prompts with only a common prefix wait for the first one, too.
     others, _ = count_tokens(engine, [[*range(40, 20, -1), i] for i in range(6)], SamplingParams(max_tokens=1))
     assert others == (21 + 5 * 1, 5 * 20)
 
@@ -187,7 +187,7 @@ def test_an_output_says_how_much_of_its_prompt_was_cached():
     for expected in (0, 20):
         (output,) = engine.generate([prompt], dataclasses.replace(greedy(), n=2))
         assert output.num_cached_tokens == expected
-    # Blocks that a preempted request finds when it comes back do not count: they are its own.
+    # Blocks that a preempted request finds on its return do not count: they are its own.
     prompts = [[i, *range(11)] for i in range(40, 46)]
     with counting(engine) as counts, fewer_blocks(engine, TIGHT):
         outputs = engine.generate(prompts, greedy(MAX_TOKENS - 12))
@@ -202,12 +202,12 @@ def test_the_compiled_slice_copies_no_cache_and_never_calls_the_host(prefix_cach
     compiled, cache = engine._runner.program.run, engine._runner.state.caches
     text = compiled.as_text()
     on_cache = operations_on(text, f"f32[{','.join(map(str, cache.k.shape))}]")
-    assert {"scatter", "fusion", "while"} & set(on_cache)  # the search sees the cache
+    assert {"scatter", "fusion", "while"} & set(on_cache)  # the search finds the cache
     on_tokens = operations_on(text, f"s32[{toy_model.MAX_REQUESTS},{MAX_TOKENS}]")
     assert [name for name in on_cache + on_tokens if name.startswith("copy")] == []
     assert not {name for name, *_ in instructions(text)} & {"infeed", "outfeed", "send", "recv"}
     assert "callback" not in text
-    assert len(jax.tree.leaves(compiled.out_info[1])) == 1  # each array that the host reads costs time
+    assert len(jax.tree.leaves(compiled.out_info[1])) == 1  # the host reads a single array, because each costs time
     assert compiled.memory_analysis().alias_size_in_bytes >= cache.k.nbytes + cache.v.nbytes
 
 
@@ -219,8 +219,8 @@ def test_an_abort_frees_the_blocks_within_one_slice():
     engine.step()
     assert engine.stats().num_running == 4
     engine.abort(first)
-    engine.abort(first)  # twice is no mistake
-    engine.step()  # sends it, and reads the slice before
+    engine.abort(first)  # a second abort is allowed
+    engine.step()  # sends the abort, and reads the previous slice
     lengths = np.asarray(engine._runner.state.allocator.lengths)
     assert (lengths > 0).sum() == 2
     assert int(engine._runner.state.allocator.num_free) == BLOCKS - (-(-lengths // BLOCK_SIZE)).sum()
@@ -248,7 +248,7 @@ def test_an_abort_of_one_completion_spares_the_others(prefix_cache):
         assert tokens == whole[: len(tokens)]
 
 
-def test_a_request_begins_with_the_slice_after_the_current_one():
+def test_a_request_starts_with_the_slice_after_the_current_one():
     engine = shared_engine()
     engine.add_request([1, 2, 3, 4], greedy(MAX_TOKENS - 4))
     engine.step()
@@ -262,7 +262,7 @@ def test_a_request_begins_with_the_slice_after_the_current_one():
 
 @with_and_without_prefix_cache
 def test_no_request_gets_a_seat_before_all_that_were_added_have_arrived(prefix_cache):
-    """There are more than fit into a slice: the first slices have no steps, and the last request is first in rank."""
+    """More requests than fit into one slice: the first slices have no steps, and the last request ranks first."""
     engine, params = shared_engine(prefix_cache=prefix_cache), greedy(MAX_TOKENS - 4)
     with mock.patch.object(runner, "MOST_ARRIVALS", 4):
         others = [engine.add_request([1, 2], params) for _ in range(SEATS + 2)]
@@ -278,7 +278,7 @@ def test_a_request_streams_as_it_grows():
     assert all(tokens == seen[-1][: len(tokens)] for tokens in seen)
 
 
-def test_a_stream_loses_nothing_while_others_are_served():
+def test_a_stream_loses_no_token_while_other_calls_run():
     engine, params, prompts = shared_engine(), greedy(3 * STEPS), [[1, 2, 3], [4, 5]]
     stream = engine.stream(prompts, params)
     outputs = [next(stream)]
@@ -305,7 +305,7 @@ def test_a_long_call_shows_its_progress(capsys, monkeypatch):
         assert len(bar) == 30 * int(num_done) // 20
 
 
-def test_the_seconds_to_spare_are_a_part_of_the_slice_that_runs(monkeypatch):
+def test_seconds_to_spare_are_a_fraction_of_the_running_slice(monkeypatch):
     engine = shared_engine()
     assert engine.seconds_to_spare == 0  # no slice runs
 
@@ -320,9 +320,9 @@ def test_the_seconds_to_spare_are_a_part_of_the_slice_that_runs(monkeypatch):
             return engine.seconds_to_spare
 
     assert spare(5.0, step_seconds=()) == 0  # no step was timed
-    assert spare(5.0) == 0.75 * 2 * 1.0  # by the quickest step
+    assert spare(5.0) == 0.75 * 2 * 1.0  # by the fastest step
     assert spare(6.0) == 0.5
-    assert spare(6.0, end_before=5.5) == 1.0  # the slice began after the one before it
+    assert spare(6.0, end_before=5.5) == 1.0  # the slice started after the previous one
     assert spare(6.0, end_before=5.5, began=None) == 1.5  # not yet
     assert spare(9.0) == spare(5.5, ended=5.25) == 0
 
@@ -335,7 +335,7 @@ def test_the_end_of_each_slice_is_announced_and_steps_are_timed_without_waits():
         engine.add_request([1, 2], SamplingParams(max_tokens=1))
         engine.step()
         assert over.wait(60)
-        time.sleep(0.3)  # a caller that comes late
+        time.sleep(0.3)  # a late caller
         finish(engine)
     assert max(engine._runner._step_seconds) < 0.3
     engine.on_slice_end = lambda: None
@@ -353,7 +353,7 @@ def test_stats_count_seconds_only_while_there_are_requests():
 
 
 @pytest.mark.parametrize("is_tight", [True, False])
-def test_logits_of_every_token_that_need_much_memory_give_a_warning(is_tight, monkeypatch):
+def test_large_logits_of_every_token_give_a_warning(is_tight, monkeypatch):
     def with_logits(*args):
         caches, hidden = toy_model.apply(*args)
         return caches, toy_model.head(args[0], hidden)
@@ -383,8 +383,8 @@ def apply_to_two_caches(weights, tokens, positions, caches, step):
 
 @functools.cache
 def scaled_engine():
-    """Its caches are a tuple that `apply` returns as a list, a weight is a number, and the blocks of its prefix cache
-    are longer than any request."""
+    """An engine whose caches are a tuple that `apply` returns as a list, with a number as a weight, and a prefix cache
+    whose blocks are longer than any request."""
     return create_engine(
         model=apply_to_two_caches,
         head=ScaledHead(2.0),
@@ -404,13 +404,13 @@ def test_caches_may_be_lists_weights_numbers_and_the_head_any_callable(seed, sca
     assert isinstance(engine._runner.state.caches, tuple)
 
 
-def test_a_prefix_cache_that_can_find_nothing_is_harmless():
+def test_a_prefix_cache_with_too_large_blocks_is_harmless():
     one, other = (tokens_of(scaled_engine().generate([[1, 2, 3]], greedy())) for _ in range(2))
     assert one == other
     assert scaled_engine().stats().num_found == 0
 
 
-def test_parameters_are_those_of_vllm():
+def test_sampling_parameters_have_vllms_names():
     params = SamplingParams(stop_token_ids=[2, np.int64(3)])
     assert params == SamplingParams(stop_token_ids=(2, 3))
     assert len({params, SamplingParams(stop_token_ids=(2, 3))}) == 1
@@ -434,21 +434,21 @@ def test_the_layers_of_a_step_follow_one_plan(max_model_len, has_plan, monkeypat
     cache = create_cache(101, block_size=256)
     with not_compiled():
         create_engine(model=apply, weights=random_weights(), cache=cache, max_model_len=max_model_len)
-    assert any(plan is not None for plan in plans) == has_plan  # a step with chunks has none
+    assert any(plan is not None for plan in plans) == has_plan  # a step with chunks has no plan
 
 
 @with_and_without_prefix_cache
-def test_a_soak_in_a_pool_of_a_third_of_what_the_seats_need(prefix_cache):
+def test_a_soak_in_a_third_of_the_blocks_that_seats_need(prefix_cache):
     engine = shared_engine(prefix_cache=prefix_cache)
     with fewer_blocks(engine, TIGHT) as hidden:
-        assert_whole(engine, hidden)
-        result = soak(engine, 600, num_kinds=30, check=functools.partial(assert_whole, hidden=hidden))
+        assert_invariants(engine, hidden)
+        result = soak(engine, 600, num_kinds=30, check=functools.partial(assert_invariants, hidden=hidden))
     assert min(result[name] for name in ("abort", "refused", "preempted")) > 0
     assert (result["found"] > 0) == prefix_cache
 
 
 def test_an_engine_on_four_devices_gives_the_tokens_of_one(load):
-    """Each device has one of the heads of every sequence; the pool is tight, and prefixes are found."""
+    """Each device has one head of every sequence. The pool is tight, and prefixes match."""
     prompts, params, expected = load
     expected = [tokens for completions in expected for tokens, _ in completions]
     model, mesh = toy_model.over_heads(4, num_blocks=TIGHT + 1)
@@ -457,7 +457,7 @@ def test_an_engine_on_four_devices_gives_the_tokens_of_one(load):
     assert engine.stats().num_preempted > 0
     engine.update_weights(toy_model.weights_over_heads(mesh, 1))
     assert tokens_of(engine.generate(prompts, params)) != expected
-    engine.update_weights(jax.device_get(model["weights"]))  # they are placed as those before
+    engine.update_weights(jax.device_get(model["weights"]))  # placed like the previous weights
     for _ in range(2):
         assert tokens_of(engine.generate(prompts, params)) == expected
     assert engine.stats().num_found > engine.stats().num_brought > 0  # each device has its part of the host's blocks

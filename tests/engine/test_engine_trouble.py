@@ -51,7 +51,7 @@ LONG = SamplingParams(max_tokens=30, seed=3)
 
 @pytest.fixture(autouse=True)
 def interrupts():
-    """SIGINT raises `KeyboardInterrupt`, also if pytest runs in the background, where a shell has it ignored."""
+    """Makes SIGINT raise `KeyboardInterrupt`, even if pytest runs in the background, where shells ignore the signal."""
     before = {which: signal.getsignal(which) for which in (signal.SIGINT, signal.SIGALRM)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -65,21 +65,21 @@ def expected():
 
 
 def assert_ready(engine, expected):
-    """Nothing of earlier requests is left that could change the tokens of others or hold blocks."""
+    """Asserts that earlier requests left nothing that changes tokens of others or holds blocks."""
     assert engine._books.is_settled
     assert tokens_of(engine.generate(PROMPTS, LONG)) == expected
     assert_idle(engine)
 
 
 def serve(engine, requests):
-    """The tokens of these requests. All end by themselves."""
+    """The tokens of these requests. All of them finish."""
     outputs = finish(engine)
     assert {outputs[request].outputs[0].finish_reason for request in requests} == {"length"}
     return tokens_of(outputs[request] for request in requests)
 
 
 def interrupt_waits(monkeypatch, number, raised=KeyboardInterrupt):
-    """Ctrl-C while the engine waits for a slice, that number of waits from now: 0 is the one of the requests before."""
+    """Ctrl-C while the engine waits for a slice, in wait `number` from now; wait 0 is for earlier requests."""
     wait, waits = Latch.wait, iter(range(1_000_000))
 
     def interrupted_wait(latch, seconds):
@@ -116,12 +116,12 @@ def test_an_interrupted_generate_leaves_nothing(expected, monkeypatch, number):
     assert_ready(engine, expected)
 
 
-def test_an_abort_after_an_interrupt_spares_who_got_the_place(monkeypatch):
-    """The request ends in a slice that is not read when it is aborted, and the slice after that is already sent."""
+def test_an_abort_after_an_interrupt_spares_the_next_request_in_its_place(monkeypatch):
+    """The aborted request ends in a slice that is not read yet, and the following slice is already sent."""
     engine = shared_engine()
     first = engine.add_request([1], greedy(STEPS + 2))
     engine.step()
-    engine.step()  # it has a place
+    engine.step()  # the request has a place
     second = engine.add_request([2], greedy(MAX_TOKENS - 1))
     interrupt_waits(monkeypatch, 0)
     with pytest.raises(KeyboardInterrupt):
@@ -131,7 +131,7 @@ def test_an_abort_after_an_interrupt_spares_who_got_the_place(monkeypatch):
 
 
 def was_interrupted(interrupt, number, functions, engine, params, expected):
-    """Whether there was one, while the engine served two requests. Nothing is lost."""
+    """Serves two requests and returns whether an interrupt occurred. Nothing may be lost."""
     requests = [engine.add_request(prompt, params) for prompt in PROMPTS[:2]]
     outputs, is_interrupted = {}, False
     with interrupt(number, functions):
@@ -139,7 +139,7 @@ def was_interrupted(interrupt, number, functions, engine, params, expected):
             reported = []
             try:
                 reported = engine.step()
-                str(reported)  # where Python looks
+                str(reported)  # Python handles signals here
             except KeyboardInterrupt:
                 is_interrupted = True
             outputs |= {output.request_id: output for output in reported}
@@ -153,8 +153,8 @@ BOOKS |= {"num_open", "has_more", "wants_logprobs", "undisturbed", "_drop"}
 
 
 @contextlib.contextmanager
-def interrupted_at_line(number, functions, interrupt, files=("_engine/runner.py", "_engine/books.py")):
-    """Calls `interrupt` before that line, counted from 0 over all that run in these functions; None: in all."""
+def interrupt_at_line(number, functions, interrupt, files=("_engine/runner.py", "_engine/books.py")):
+    """Calls `interrupt` before line `number`, counted over the executed lines of these functions; None: of all."""
     lines = iter(range(1_000_000))
 
     def trace(frame, event, arg):
@@ -177,7 +177,7 @@ def interrupted_at_line(number, functions, interrupt, files=("_engine/runner.py"
 def test_a_signal_before_any_line_of_the_books_loses_nothing(expected, which):
     signal.signal(which, signal.default_int_handler)
     engine, interrupt = shared_engine(), functools.partial(signal.raise_signal, which)
-    at_line = functools.partial(interrupted_at_line, interrupt=interrupt)
+    at_line = functools.partial(interrupt_at_line, interrupt=interrupt)
     number = 0
     while was_interrupted(at_line, number, BOOKS, engine, LONG, expected[:2]):
         number += 7
@@ -188,21 +188,21 @@ def test_a_signal_before_any_line_of_the_books_loses_nothing(expected, which):
 @needs_the_main_thread
 def test_ctrl_c_in_any_lock_leaves_the_engines_thread_at_work(expected, monkeypatch):
     engine, run = shared_engine(), Runner.run
-    monkeypatch.setattr(Runner, "run", lambda *args: time.sleep(0.002) or run(*args))  # so that there are waits
+    monkeypatch.setattr(Runner, "run", lambda *args: time.sleep(0.002) or run(*args))  # makes the engine wait
     files = "concurrent/futures/_base.py", "threading.py", "_engine/interrupts.py"
     interrupt = functools.partial(signal.raise_signal, signal.SIGINT)
     for number in range(0, 600, 5):
-        with contextlib.suppress(KeyboardInterrupt), interrupted_at_line(number, None, interrupt, files):
+        with contextlib.suppress(KeyboardInterrupt), interrupt_at_line(number, None, interrupt, files):
             engine.generate(PROMPTS[:1], dataclasses.replace(LONG, max_tokens=1))
         assert engine._runner.thread.submit(int).result(timeout=10) == 0, number
     assert_ready(engine, expected)
 
 
-def test_an_engine_whose_thread_has_ended_says_so(monkeypatch):
+def test_a_call_after_the_engines_thread_has_ended_raises(monkeypatch):
     with not_compiled():
         engine = create_engine(batch_invariant=True)
     request = engine.add_request(PROMPTS[0], LONG)
-    monkeypatch.setattr(concurrent.futures.Future, "set_exception", None)  # an error where the thread catches none
+    monkeypatch.setattr(concurrent.futures.Future, "set_exception", None)  # an error that the thread does not catch
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"engine is lost.* the thread that runs its slices has ended"):
             finish(engine)
@@ -215,12 +215,12 @@ def test_an_engine_whose_thread_has_ended_says_so(monkeypatch):
     [(BOOKS | {"take_outputs"}, range(0, 200, 7)), ({"send"}, range(0, 60, 3))],
     ids=["all", "send"],
 )
-def test_a_stream_that_was_left_may_be_collected_at_any_line(functions, numbers, expected):
-    """In a cycle, as with the traceback of an exception, it is closed whenever Python looks for garbage."""
+def test_an_abandoned_stream_may_be_collected_at_any_line(functions, numbers, expected):
+    """A stream in a reference cycle, as in the traceback of an exception, is closed whenever garbage is collected."""
     engine = shared_engine()
 
     def leave():
-        short = dataclasses.replace(LONG, max_tokens=3)  # so that each slice has other requests
+        short = dataclasses.replace(LONG, max_tokens=3)  # so that requests change in each slice
         stream = engine.stream([[9], [8, 7]] * MAX_REQUESTS, short)  # more than the device holds
         next(stream)
         cycle = [stream]
@@ -232,7 +232,7 @@ def test_a_stream_that_was_left_may_be_collected_at_any_line(functions, numbers,
         for number in numbers:
             leave()
             requests = [engine.add_request(prompt, LONG) for prompt in PROMPTS]
-            with interrupted_at_line(number, functions, gc.collect):
+            with interrupt_at_line(number, functions, gc.collect):
                 assert serve(engine, requests) == expected, number
     finally:
         gc.enable()
@@ -252,8 +252,8 @@ def test_weights_may_be_donated_once_generate_has_returned(expected, monkeypatch
 
 
 @contextlib.contextmanager
-def interrupted_behind_line(number, functions):
-    """Ctrl-C before that line, counted from 0 over all in these functions. It is raised where Python looks for it."""
+def interrupt_after_line(number, functions):
+    """Ctrl-C before line `number` of these functions. It is raised at the next point where Python handles signals."""
     interrupt = ctypes.pythonapi.PyErr_SetInterrupt
     interrupt.argtypes, interrupt.restype = [ctypes.py_object], None
     lines, monitoring, tool = iter(range(10_000)), sys.monitoring, sys.monitoring.DEBUGGER_ID
@@ -263,7 +263,7 @@ def interrupted_behind_line(number, functions):
             monitoring.register_callback(tool, monitoring.events.LINE, None)
             victim = set()
             _reference = weakref.ref(victim, interrupt)
-            del victim  # calls it, and after a `del` Python does not look
+            del victim  # calls it; after a `del` Python does not handle signals
 
     monitoring.use_tool_id(tool, "ctrl-c")
     monitoring.register_callback(tool, monitoring.events.LINE, count)
@@ -283,13 +283,13 @@ def test_ctrl_c_while_step_returns_loses_nothing(expected):
 
     tokens, functions = [x[: STEPS + 1] for x in expected[:2]], (Engine.step, Books.take_outputs)
     number = 0
-    while was_interrupted(interrupted_behind_line, number, functions, engine, params, tokens):
+    while was_interrupted(interrupt_after_line, number, functions, engine, params, tokens):
         number += 1
     assert number > 20
     assert_ready(engine, expected)
 
 
-def test_interrupts_wait_for_the_end_and_find_the_handlers_of_before():
+def test_interrupts_are_deferred_and_handlers_restored():
     handled, done = [], []
 
     def handle(number, frame):
@@ -315,7 +315,7 @@ def test_interrupts_wait_for_the_end_and_find_the_handlers_of_before():
     assert all(signal.getsignal(which) is handle for which in signals)
 
 
-def test_an_engine_whose_model_fails_says_so_and_refuses_everything(expected):
+def test_an_engine_whose_model_fails_raises_and_refuses_every_call(expected):
     failures = []
 
     def call(x):
@@ -353,8 +353,8 @@ def test_an_engine_whose_model_fails_says_so_and_refuses_everything(expected):
     assert engine.stats().num_generated > 0
 
 
-def test_an_engine_is_lost_too_if_a_failure_shows_only_in_the_report():
-    """As on a GPU, where a call may return before what it started has failed."""
+def test_a_failure_that_appears_only_in_the_report_loses_the_engine():
+    """As on a GPU, where a call may return before its work fails."""
 
     class Broken:
         def __array__(self, dtype=None, copy=None):
@@ -372,7 +372,7 @@ def test_an_engine_is_lost_too_if_a_failure_shows_only_in_the_report():
             engine.step()
 
 
-def test_a_stream_that_is_left_leaves_nothing(expected):
+def test_an_abandoned_stream_leaves_nothing_behind(expected):
     engine = shared_engine()
     for _ in engine.stream(PROMPTS * 10, LONG):  # more than the device holds
         break
@@ -410,7 +410,7 @@ def test_slices_that_failed_for_deleted_weights_are_sent_again_with_new_ones(exp
     donated["head"].delete()
     requests += [engine.add_request(prompt, LONG) for prompt in PROMPTS[1:]]
     aborted = engine.add_request([1], LONG)
-    engine.step()  # reads the slice before, and sends one that fails
+    engine.step()  # reads the previous slice, and sends one that fails
     if is_reported:
         with pytest.raises(RuntimeError, match=r"weights at \['head'\] were deleted.* update_weights") as caught:
             engine.step()
@@ -434,8 +434,8 @@ def test_sleep_counts_the_requests_whose_end_was_not_returned(monkeypatch):
     finish(engine)
 
 
-def test_a_slice_behind_a_failed_one_does_not_run(monkeypatch):
-    """The first slice with other weights forgets cached prefixes. If it fails, the next must not find any."""
+def test_a_slice_after_a_failed_one_does_not_run(monkeypatch):
+    """The first slice with new weights forgets cached prefixes. If it fails, the next slice must not match any."""
     engine, prompt, params = shared_engine(prefix_cache=True), [*range(2, 30)], dataclasses.replace(LONG, max_tokens=4)
     before = tokens_of(engine.generate([prompt], params))
     expected = continuation(random_weights(1), prompt, params)[0]
@@ -458,12 +458,12 @@ def test_a_slice_behind_a_failed_one_does_not_run(monkeypatch):
         with pytest.raises(RuntimeError, match="no room for the call"):
             engine.step()
         assert serve(engine, requests) == [expected] * 2
-    assert counts.num_found == 24  # by the second request, of the first one's prompt
+    assert counts.num_found == 24  # matched by the second request in the first one's prompt
     engine.update_weights(random_weights())
     assert tokens_of(engine.generate([prompt], params)) == before
 
 
-def test_abort_says_whom_it_knew_and_ends_all_without_an_id(expected):
+def test_abort_returns_if_it_found_requests_and_ends_all_without_an_id(expected):
     engine, params = shared_engine(), SamplingParams(max_tokens=MAX_TOKENS - 4, n=2)
     assert not engine.abort()
     requests = [engine.add_request(prompt, params) for prompt in PROMPTS * 10]
@@ -481,7 +481,7 @@ def test_abort_says_whom_it_knew_and_ends_all_without_an_id(expected):
     assert_ready(engine, expected)
 
 
-def test_an_engine_from_before_a_fork_says_so(monkeypatch):
+def test_an_engine_from_before_a_fork_raises(monkeypatch):
     engine, process = shared_engine(), os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: process + 1)
     with pytest.raises(RuntimeError, match=r"made before os.fork\(\)"):

@@ -29,7 +29,7 @@ FAMILIES = {  # the windows of their layers: no multiple of a block, and shorter
 
 @functools.cache
 def engine(family, *, more_blocks=0, **options):
-    """Its pool has blocks for the longest request, and a few more."""
+    """An engine whose pool has blocks for the longest request and a few more."""
     groups, columns = layer_groups(FAMILIES[family]).windows, -(-(MAX_LENGTH - 1) // BLOCK_SIZE)
     least = 1 + sum(columns if w is None else min(columns, -(-(w - 1) // BLOCK_SIZE) + 1) for w in groups)
     sizes = dict(max_model_len=MAX_LENGTH, chunk_tokens=24, steps_per_slice=8, batch_invariant=True)
@@ -40,7 +40,7 @@ tight_gemma = functools.partial(engine, "gemma 3", more_blocks=6, prefix_cache=T
 
 
 def requests(count=12):
-    """Some prompts begin alike; some requests have several completions."""
+    """Some prompts have a common prefix, some requests have several completions."""
     rng = np.random.default_rng(1)
     begin = rng.integers(0, VOCAB, 40).tolist()
     prompts, params = [], []
@@ -71,7 +71,7 @@ def expected_tokens(family, prompts, params):
     ],
     ids=FAMILIES,
 )
-def test_tokens_are_those_of_a_model_without_a_cache(family, make_engine):
+def test_tokens_equal_a_model_without_a_cache(family, make_engine):
     grouped = make_engine()
     prompts, params = requests()
     assert tokens_of(grouped.generate(prompts, params)) == expected_tokens(family, prompts, params)
@@ -82,8 +82,8 @@ def test_tokens_are_those_of_a_model_without_a_cache(family, make_engine):
     assert_idle(grouped)
 
 
-def test_a_window_that_passes_a_block_too_many_makes_other_tokens(monkeypatch):
-    # The twin: its blocks are handed out again, and overwritten.
+def test_a_window_that_frees_a_block_too_many_changes_tokens(monkeypatch):
+    # The twin: its blocks are reused and overwritten.
     right = state.num_passed_blocks
     monkeypatch.setattr(state, "num_passed_blocks", lambda window, lengths, size: right(window and 1, lengths, size))
     prompts, params = requests()

@@ -1,4 +1,4 @@
-"""The host tier: cached blocks that the pool loses come back from host memory, and tokens stay the same."""
+"""The host tier: cached blocks that the pool loses are restored from host memory, and tokens do not change."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ from tests.toy_model import (
     TIGHT,
     VOCAB,
     assert_idle,
-    assert_whole,
+    assert_invariants,
     counting,
     create_engine,
     expected_tokens,
@@ -41,7 +41,7 @@ CHUNK = 8
 
 @functools.cache
 def tight_engine():
-    """Its pool has blocks for two requests at their limit."""
+    """An engine whose pool has blocks for two requests at their limit."""
     options = dict(prefix_cache=True, host_cache_bytes=10**6, batch_invariant=True, chunk_tokens=CHUNK)
     return create_engine(num_blocks=TIGHT + 1, steps_per_slice=2, **options)
 
@@ -50,38 +50,38 @@ def tight_engine():
 def engine():
     engine = tight_engine()
     engine.update_weights(random_weights())
-    settle(engine)  # nothing of older weights is left
+    settle(engine)  # no blocks of older weights are left
     yield engine
     assert_idle(engine)
 
 
 def settle(engine):
-    """Everything that slices have listed is in host memory afterwards."""
+    """Waits until all listed blocks are in host memory."""
     for seed in range(2):
         engine.generate([[seed]], greedy(6))
 
 
-def moving(tier):
-    """The blocks and runs that wait or move in either direction."""
+def pending_copies(tier):
+    """Blocks and runs that wait or move in either direction."""
     return [*tier._wanted, *tier._leaving, *tier._coming, *tier._arrived]
 
 
 def serve(engine, prompt, params=greedy(6), seed=0):  # noqa: B008  # it is frozen
-    """The prompt and the new tokens, which must be the model's."""
+    """Serves a prompt, checks its tokens, and returns the prompt with them."""
     (tokens,) = tokens_of(engine.generate([prompt], params))
     assert tokens == expected_tokens(prompt, params, seed)
     return prompt + tokens
 
 
-def prompt_of(seed, length):
+def make_prompt(seed, length):
     return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
 
 
-def push_out(engine, weights=0):
-    """Serves other prompts until the pool has lost all cached blocks."""
+def evict_cached(engine, weights=0):
+    """Serves other prompts until all cached blocks are evicted from the pool."""
     settle(engine)
     for seed in range(3):
-        serve(engine, prompt_of(100 + seed, 40), seed=weights)
+        serve(engine, make_prompt(100 + seed, 40), seed=weights)
 
 
 def count(engine, prompt, *args, **options):
@@ -91,26 +91,26 @@ def count(engine, prompt, *args, **options):
     return counts.num_found, counts.num_brought, counts.num_computed
 
 
-def test_a_prefix_that_the_pool_has_lost_comes_back(engine):
-    talk = serve(engine, prompt_of(1, 20))
-    push_out(engine)
+def test_a_prefix_that_the_pool_has_lost_is_restored(engine):
+    talk = serve(engine, make_prompt(1, 20))
+    evict_cached(engine)
     # 25 of its 26 tokens and the prompt were computed: six full blocks.
     assert count(engine, [*talk, 7]) == (24, 24, 3 + 5)
     assert count(engine, [*talk, 8]) == (24, 0, 3 + 5)  # now it is in the pool
 
 
 @pytest.mark.parametrize(("length", "found"), [(CHUNK // 2 + 1, CHUNK // 2), (CHUNK // 2 - 1, 0)])
-def test_a_few_tokens_are_computed_instead(engine, length, found):
-    prompt = prompt_of(2 + length, length)
+def test_a_short_prefix_is_computed_instead(engine, length, found):
+    prompt = make_prompt(2 + length, length)
     serve(engine, prompt, greedy(1))
-    push_out(engine)
+    evict_cached(engine)
     assert count(engine, [*prompt, 1], greedy(1)) == (found, found, length + 1 - found)
 
 
 # Twelve do not fit into the pool: listed blocks may be overwritten in the next slice, before they are copied.
 @pytest.mark.parametrize(("at_once", "part"), [(2, 0.95), (12, 0.4)])
-def test_conversations_in_turn_find_most_of_what_an_endless_pool_would_find(engine, at_once, part):
-    talks, endless = [prompt_of(seed, 12) for seed in range(12)], 0
+def test_alternating_conversations_find_most_of_what_an_endless_pool_would(engine, at_once, part):
+    talks, endless = [make_prompt(seed, 12) for seed in range(12)], 0
     with counting(engine) as counts:
         for turn in range(3):
             for i in range(0, len(talks), at_once):
@@ -118,48 +118,48 @@ def test_conversations_in_turn_find_most_of_what_an_endless_pool_would_find(engi
                 endless += sum((len(talk) - 6) // BLOCK_SIZE * BLOCK_SIZE if turn else 0 for talk in these)
                 for j, tokens in enumerate(tokens_of(engine.generate(these, greedy(6))), i):
                     assert tokens == expected_tokens(talks[j], greedy(6))
-                    talks[j] = talks[j] + tokens + prompt_of(turn, 5)
+                    talks[j] = talks[j] + tokens + make_prompt(turn, 5)
     assert counts.num_found >= part * endless > 0
-    assert 0.5 * counts.num_found < counts.num_brought <= counts.num_found  # nothing came back in vain
+    assert 0.5 * counts.num_found < counts.num_brought <= counts.num_found  # no block was restored in vain
 
 
-def test_several_that_begin_alike_wait_for_one_copy(engine):
-    prompt, params = [*serve(engine, prompt_of(3, 24)), 1], SamplingParams(max_tokens=4, seed=3, n=3)
-    push_out(engine)
+def test_completions_of_one_prompt_wait_for_one_copy(engine):
+    prompt, params = [*serve(engine, make_prompt(3, 24)), 1], SamplingParams(max_tokens=4, seed=3, n=3)
+    evict_cached(engine)
     with counting(engine) as counts:
         first, *_ = tokens_of(engine.generate([prompt], params))
     assert first == expected_tokens(prompt, params)
     assert (counts.num_found, counts.num_brought) == (3 * 28, 28)
 
 
-def test_scores_begin_with_restored_blocks_except_for_their_last_token(engine):
-    prompt = serve(engine, prompt_of(4, 22))
+def test_scores_use_restored_blocks_except_for_their_last_token(engine):
+    prompt = serve(engine, make_prompt(4, 22))
     (expected,) = engine.score([prompt[:21]], [prompt[21:]])
-    push_out(engine)
+    evict_cached(engine)
     with counting(engine) as counts:
         (score,) = engine.score([prompt[:21]], [prompt[21:]])
     assert (counts.num_found, counts.num_brought) == (20, 20)
     np.testing.assert_array_equal(score.logprobs, expected.logprobs)
 
 
-def test_other_weights_find_nothing_of_the_old_ones(engine, monkeypatch):
-    prompt = [*serve(engine, prompt_of(5, 20)), 7]
-    push_out(engine)
+def test_new_weights_match_no_old_blocks(engine, monkeypatch):
+    prompt = [*serve(engine, make_prompt(5, 20)), 7]
+    evict_cached(engine)
     with counting(engine) as counts:
         engine.add_request(prompt, greedy(6))
         with monkeypatch.context() as patch:
             patch.setattr(Run, "is_there", False)
-            engine.step()  # its blocks are on their way
+            engine.step()  # its blocks are in transit
         engine.update_weights(random_weights(1))
         assert tokens_of(finish(engine).values()) == [expected_tokens(prompt, greedy(6), 1)]
-    assert counts.num_found == 0  # the blocks that came were listed for the old weights
-    push_out(engine, 1)
+    assert counts.num_found == 0  # the arrived blocks were listed for the old weights
+    evict_cached(engine, 1)
     assert count(engine, [*prompt, 3], seed=1)[:2] == (24, 24)
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
-def test_sleep_gives_the_host_memory_back(engine, monkeypatch, is_interrupted):
-    talk, clear = serve(engine, prompt_of(6, 20)), engine._runner.tier.clear
+def test_sleep_frees_host_memory(engine, monkeypatch, is_interrupted):
+    talk, clear = serve(engine, make_prompt(6, 20)), engine._runner.tier.clear
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     assert engine.stats().host_bytes > 0
     if is_interrupted:
@@ -174,18 +174,18 @@ def test_sleep_gives_the_host_memory_back(engine, monkeypatch, is_interrupted):
     assert count(engine, [*talk, 7])[:2] == (0, 0)
 
 
-def test_random_requests_in_a_tight_pool_get_their_own_tokens(engine):
+def test_random_requests_in_a_tight_pool_get_the_right_tokens(engine):
     result = soak(engine, 250, num_kinds=40)
     assert min(result[name] for name in ("abort", "preempted")) > 0
     assert result["brought"] > 100
     settle(engine)  # it is listed again: the soak ends with a sleep
     settle(engine)
-    assert moving(engine._runner.tier) == []
+    assert pending_copies(engine._runner.tier) == []
 
 
-def test_a_waiting_request_needs_room_twice_as_others_may_come_into_the_place_of_its_blocks(engine):
+def test_a_waiting_request_reserves_room_twice_as_its_blocks_may_be_replaced(engine):
     for seed in range(6):
-        engine.add_request(prompt_of(seed, 20), greedy(20))
+        engine.add_request(make_prompt(seed, 20), greedy(20))
     engine.step()
     while engine._books.under_way:
         engine._runner.receive()
@@ -211,27 +211,27 @@ def test_the_programs_copy_no_cache(engine):
         assert program.memory_analysis().alias_size_in_bytes >= cache.k.nbytes + cache.v.nbytes
 
 
-def lost_run(engine, seed):
+def lost_run_maker(engine, seed):
     """A function that makes runs of a prompt whose blocks the pool has lost."""
-    prompt = np.array(serve(engine, prompt_of(seed, 20)), np.int32)[:24].reshape(6, BLOCK_SIZE)
-    push_out(engine)
+    prompt = np.array(serve(engine, make_prompt(seed, 20)), np.int32)[:24].reshape(6, BLOCK_SIZE)
+    evict_cached(engine)
     salt = int(engine._runner.state.scheduler.prefixes.salt[0])
     return lambda begin, end, page: Run(None, salt, prompt[:end], [bytes([i]) for i in range(end)], begin, 1, [page])
 
 
-def test_blocks_behind_a_gap_are_not_listed(engine):
-    make_run, copies = lost_run(engine, 7), engine._runner.tier._copies
+def test_blocks_after_a_gap_are_not_listed(engine):
+    make_run, copies = lost_run_maker(engine, 7), engine._runner.tier._copies
     for begin, end, is_listed in ((4, 6, False), (0, 4, True), (4, 6, True)):
         run = make_run(begin, end, copies._nothing)
         (engine._runner.state_of_slice,) = copies.put(engine._runner.state, [run])
         ids, serials = np.asarray(run.where)[:, run.index, begin:end]
         assert (ids > 0).tolist() == (serials > 0).tolist() == [is_listed] * (end - begin)
-        assert_whole(engine)
-    engine.update_weights(random_weights())  # they hold nothing
+        assert_invariants(engine)
+    engine.update_weights(random_weights())  # the pool holds no cached blocks
 
 
 def test_blocks_without_room_are_neither_written_nor_listed(engine):
-    make_run, runner, copies = lost_run(engine, 8), engine._runner, engine._runner.tier._copies
+    make_run, runner, copies = lost_run_maker(engine, 8), engine._runner, engine._runner.tier._copies
     allocator, hidden = without_blocks(runner.state.allocator, int(runner.state.allocator.num_free) - 3)
     before = jax.tree.map(np.array, runner.state.caches)
     run = make_run(0, 4, jax.tree.map(jnp.ones_like, copies._nothing))
@@ -241,8 +241,8 @@ def test_blocks_without_room_are_neither_written_nor_listed(engine):
     jax.tree.map(np.testing.assert_array_equal, state.caches, before)  # the null block too
 
 
-def test_other_weights_find_nothing_if_the_copies_before_their_first_slice_fail(engine, monkeypatch):
-    prompt = [*serve(engine, prompt_of(10, 20)), 7]
+def test_new_weights_match_nothing_if_the_copies_before_their_first_slice_fail(engine, monkeypatch):
+    prompt = [*serve(engine, make_prompt(10, 20)), 7]
     settle(engine)
     engine.update_weights(random_weights(1))
     tier, failures = engine._runner.tier, [MemoryError("no room for a copy")]
@@ -264,15 +264,15 @@ def test_other_weights_find_nothing_if_the_copies_before_their_first_slice_fail(
 
 @pytest.mark.parametrize("name", ["take", "put", "bring"])
 def test_copies_that_fail_lose_no_token(engine, monkeypatch, name):
-    prompt, params = [*serve(engine, prompt_of(8, 20)), 7], greedy(15)
-    push_out(engine)
+    prompt, params = [*serve(engine, make_prompt(8, 20)), 7], greedy(15)
+    evict_cached(engine)
     settle(engine)
     copies, failures = engine._runner.tier._copies, [MemoryError("no room for a copy")]
     function = getattr(copies, name)
 
     def failing(*args):
         if failures and args[-1]:
-            raise failures[0] if name == "bring" else failures.pop()  # for ever, or once
+            raise failures[0] if name == "bring" else failures.pop()  # always, or once
         return function(*args)
 
     monkeypatch.setattr(copies, name, failing)
@@ -281,10 +281,10 @@ def test_copies_that_fail_lose_no_token(engine, monkeypatch, name):
         with pytest.raises(MemoryError, match="no room for a copy"):
             finish(engine)
         assert tokens_of(finish(engine).values()) == [expected_tokens(prompt, params)]
-    assert counts.num_found == counts.num_brought == (24 if name == "take" else 0)  # the slice ran without
+    assert counts.num_found == counts.num_brought == (24 if name == "take" else 0)  # the slice ran without them
     failures.clear()
     settle(engine)
-    assert moving(engine._runner.tier) == []
+    assert pending_copies(engine._runner.tier) == []
 
 
 # The books, without a device.
@@ -293,7 +293,7 @@ SIZE, POOL, PROMPT = 2, 32, (1, 2, 3, 4, 5, 6, 7)
 
 
 class FakeDevice:
-    """Has blocks by key, in places with serials; requests hold those in `held`. Copies of pages whose names are in
+    """A device whose blocks have keys, places and serials. Requests hold the blocks in `held`. Copies of pages named in
     `slow` never arrive."""
 
     def __init__(self, *, least_tokens=3, growth=0, num_adapters=0, **sizes):
@@ -311,7 +311,7 @@ class FakeDevice:
                 self.places[key] = self.num_listed % (POOL - 1) + 1, self.num_listed
 
     def slice(self, *rows, moves=None, lost=()):
-        """Moves, then loses blocks."""
+        """Runs the moves of a slice, then loses blocks."""
         moves = self.tier.next_moves() if moves is None else moves
         for run in (*moves.out, *moves.back):
             if run in moves.back and all(key in self.places for key in run.keys[: run.begin]):
@@ -336,13 +336,13 @@ class FakeDevice:
         return SimpleNamespace(name=name, is_ready=lambda: name not in self.slow)
 
     def end(self, row):
-        """A request ends, and all its blocks are listed: their keys."""
+        """Ends a request and lists all its blocks. Returns their keys."""
         row.finish_reason = "length"
         self.list(self.tier._keys_of(row))
         return self.tier._keys_of(row)
 
     def keep(self, *rows, lost=True):
-        """These end, and their blocks are in host memory; then they are `lost` on the device. The keys of the first."""
+        """Ends requests, moves their blocks to the host, and drops them on the device if `lost`. Keys of the first."""
         keys, *_ = [self.end(each) for each in rows]
         self.slice(*rows)
         self.slice()
@@ -353,12 +353,12 @@ class FakeDevice:
         return keys
 
     def holds(self, *rows, sent=()):
-        """Which of these requests stay on the host."""
+        """Which of these requests are held on the host."""
         self.tier.before_send(sent)
         return [self.tier.holds(each) for each in rows]
 
     def arriving(self, *rows):
-        """The runs of the next slice when these requests are looked at."""
+        """The runs of the next slice after these requests were looked at."""
         self.holds(*rows)
         return self.tier.next_moves().back
 
@@ -375,25 +375,25 @@ def names(runs):
     return [[page[0].name for page in run.pages] for run in runs]
 
 
-def test_blocks_are_brought_from_the_first_lost_one_on():
+def test_blocks_are_restored_from_the_first_lost_one_on():
     device = FakeDevice(num_pages=4)
     keys = device.keep(row(*PROMPT), lost=False)
-    assert device.holds(row(*PROMPT)) == [False]  # all are there
+    assert device.holds(row(*PROMPT)) == [False]  # no block is lost
     device.held = {keys[0]}
     device.slice(lost=keys[1:])
     waiting = row(*PROMPT)
-    assert device.holds(waiting, row(*PROMPT)) == [False, False]  # the second goes out with the first
+    assert device.holds(waiting, row(*PROMPT)) == [False, False]  # the second is sent with the first
     moves = device.tier.next_moves()
     (run,) = moves.back
     assert (run.begin, run.salt, names([run])) == (1, 0, [["3/4", "5/6"]])
     assert run.tokens.tolist() == [[1, 2], [3, 4], [5, 6]]
     device.slice(moves=moves)
-    assert (device.tier.num_brought, moving(device.tier)) == (4, [])
+    assert (device.tier.num_brought, pending_copies(device.tier)) == (4, [])
     assert device.holds(waiting) == [False]
-    assert moving(device.tier) == []
+    assert pending_copies(device.tier) == []
 
 
-def test_blocks_that_the_device_may_be_losing_are_brought_too():
+def test_blocks_that_the_device_may_be_losing_are_restored_too():
     device = FakeDevice(num_pages=4)
     keys = device.keep(row(*PROMPT), lost=False)
     device.slice(lost=keys[1:])
@@ -402,20 +402,20 @@ def test_blocks_that_the_device_may_be_losing_are_brought_too():
     keys = device.keep(row(*PROMPT))
     device.list(keys[:1])
     device.slice()
-    assert names(device.arriving(row(*PROMPT))) == [["1/2", "3/4", "5/6"]]  # it was not seen that this one is back
+    assert names(device.arriving(row(*PROMPT))) == [["1/2", "3/4", "5/6"]]  # the tier has not noticed its return
 
 
-def test_blocks_that_could_not_be_listed_are_not_there():
+def test_blocks_that_could_not_be_listed_count_as_lost():
     device = FakeDevice(least_tokens=1)
     keys = device.keep(row(*PROMPT))
     first, second = device.arriving(row(*PROMPT))
-    device.slice(moves=Moves(back=[first]), lost=keys)  # gone again within the slice
+    device.slice(moves=Moves(back=[first]), lost=keys)  # lost again within the slice
     device.tier.lose(Moves(back=[second]))
-    assert (device.tier.num_brought, moving(device.tier)) == (0, [])
+    assert (device.tier.num_brought, pending_copies(device.tier)) == (0, [])
     assert names(device.arriving(row(*PROMPT))) == [["1/2", "3/4"], ["5/6"]]
 
 
-def test_few_blocks_are_on_their_way_at_once_and_may_arrive_late():
+def test_few_blocks_are_in_transit_at_once_and_may_arrive_late():
     device, prompt = FakeDevice(num_pages=2, most_staged=2), (*PROMPT, 8, 9)
     device.slow = {"5/6"}
     device.keep(row(*prompt))
@@ -423,20 +423,20 @@ def test_few_blocks_are_on_their_way_at_once_and_may_arrive_late():
     assert device.holds(waiting, other) == [True, True]  # for the same copies
     moves = device.tier.next_moves()
     assert names(moves.back) == [["1/2", "3/4"]]
-    moves.back[0].pages = []  # put in
+    moves.back[0].pages = []  # restored
     assert device.arriving(waiting, other) == []
     (run,) = {run for run in device.tier._coming.values() if not run.is_sent}
-    assert names([run]) == [["5/6", "7/8"]]  # the slow one, once
+    assert names([run]) == [["5/6", "7/8"]]  # only the slow one
     device.slice(moves=moves)
     device.slow.clear()
     assert device.arriving(waiting) == [run]
     assert device.holds(waiting) == [False]
     device.tier.clear()
-    assert (moving(device.tier), device.tier.host_bytes) == ([], 0)
+    assert (pending_copies(device.tier), device.tier.host_bytes) == ([], 0)
 
 
-def one_by_one():
-    """A device to which one block comes at a time, with a prompt of four blocks in host memory."""
+def slow_restore():
+    """A device that restores one block at a time, with a prompt of four blocks in host memory."""
     device = FakeDevice(num_pages=1, most_staged=1, least_tokens=1)
     return device, row(*PROMPT, 8, 9), device.keep(row(*PROMPT, 8, 9))
 
@@ -446,8 +446,8 @@ def one_by_one():
     [(None, ["1/2", "3/4", "5/6", "7/8"]), (2, ["1/2", "3/4", "5/6", "1/2", "7/8"])],
     ids=["all stay", "the first is lost again"],
 )
-def test_a_long_prompt_comes_in_parts_and_each_once(head_lost_in, expected):
-    device, waiting, keys = one_by_one()
+def test_a_long_prompt_is_restored_in_parts_and_each_once(head_lost_in, expected):
+    device, waiting, keys = slow_restore()
     for i, name in enumerate(expected):
         moves = Moves(back=device.arriving(waiting))
         assert names(moves.back) == [[name]]
@@ -458,22 +458,22 @@ def test_a_long_prompt_comes_in_parts_and_each_once(head_lost_in, expected):
         assert names(device.arriving(waiting)) == [["1/2"]]
 
 
-def test_no_request_goes_out_in_the_room_of_one_that_comes_in_parts():
-    device, _, _ = one_by_one()
+def test_no_request_is_sent_into_the_room_of_a_partial_restore():
+    device, _, _ = slow_restore()
     for room, is_held in ((5, True), (6, False)):  # the prompt needs five blocks, the other request one
         device.room = room
         device.slice()
         assert device.holds(row(*PROMPT, 8, 9), row(9, 9)) == [True, is_held]
 
 
-def test_a_request_in_front_does_not_hold_those_whose_copies_it_waits_for():
+def test_a_request_in_front_does_not_block_the_requests_whose_copies_it_waits_for():
     device = FakeDevice(num_pages=2, most_staged=2, capacity=30)
     waiting = [row(*range(10, 19)), row(*range(20, 29))]  # five blocks each
     device.keep(row(*range(20, 29)))
     device.keep(row(*range(10, 19)), lost=False)
     device.room = 4
     device.slice()
-    assert device.holds(*waiting) == [True, True]  # the first is in the pool, which has no room for it
+    assert device.holds(*waiting) == [True, True]  # the first is cached in the pool, which has no room for it
     device.room = 9  # for one of them
     device.slice(lost=list(device.places))
     for _ in range(4):
@@ -483,17 +483,17 @@ def test_a_request_in_front_does_not_hold_those_whose_copies_it_waits_for():
     assert waiting == []
 
 
-def test_a_prompt_ends_where_one_token_is_a_chunk():
+def test_the_lookup_stops_at_the_end_of_the_prompt():
     assert FakeDevice(least_tokens=0).holds(row(*PROMPT)) == [False]
 
 
-def test_a_part_that_cannot_be_put_in_is_computed():
-    device, waiting, _ = one_by_one()
+def test_a_partial_restore_that_fails_is_recomputed():
+    device, waiting, _ = slow_restore()
     device.tier.lose(Moves(back=device.arriving(waiting)))
     assert device.holds(waiting) == [False]
 
 
-def test_a_copy_that_fails_on_its_way_is_reported_once():
+def test_a_failed_copy_is_reported_once():
     device, waiting = FakeDevice(), row(*PROMPT)
     device.slow = {"1/2"}
     device.keep(row(*PROMPT))
@@ -506,41 +506,41 @@ def test_a_copy_that_fails_on_its_way_is_reported_once():
     assert device.holds(waiting) == [False]
 
 
-def test_what_has_arrived_is_forgotten_with_the_rest():
+def test_arrived_blocks_are_forgotten_with_the_rest():
     device = FakeDevice()
     device.keep(row(*PROMPT))
     assert device.holds(row(*PROMPT)) == [False]
     device.tier.clear()
-    assert (device.tier.next_moves(), moving(device.tier), device.tier._at) == (Moves(), [], {})
+    assert (device.tier.next_moves(), pending_copies(device.tier), device.tier._at) == (Moves(), [], {})
     assert device.tier.host_bytes == 0
 
 
-def test_a_request_that_ended_waits_for_nothing():
+def test_a_finished_request_waits_for_nothing():
     device, waiting = FakeDevice(), row(*PROMPT)
     device.slow = {"1/2"}
     device.keep(row(*PROMPT))
     assert device.arriving(waiting) == []
-    assert len(moving(device.tier)) == 2  # blocks
+    assert len(pending_copies(device.tier)) == 2  # blocks
     waiting.is_aborted = True
     device.holds()
-    assert moving(device.tier) == []
+    assert pending_copies(device.tier) == []
 
 
-def test_a_request_goes_out_with_its_blocks_once_there_is_room_for_it():
+def test_a_request_is_sent_with_its_blocks_once_there_is_room():
     device = FakeDevice(num_pages=4, growth=2)
     device.keep(row(*PROMPT))
     sent, read = row(8, 8, 8), row(8, 8, 8)
     read.place = 0  # the reported room does not include what it may need
-    for room, is_held in ((5, True), (6, False)):  # it needs four blocks, the one that was sent two
+    for room, is_held in ((5, True), (6, False)):  # it needs four blocks, the sent request two
         device.room = room
         device.slice()
-        # The small one is after the other.
+        # The small request is after the other.
         assert device.holds(row(*PROMPT), row(9, 9), sent=[sent, read]) == [is_held, is_held]
     assert names(device.tier.next_moves().back) == [["1/2", "3/4", "5/6"]]
     assert [device.tier._needed(each) for each in (row(*PROMPT), row(*PROMPT, max_tokens=9))] == [4, 5]
 
 
-def test_a_prefix_that_others_hold_needs_room_once():
+def test_a_prefix_held_by_others_needs_room_once():
     device = FakeDevice()
     device.held = {*device.keep(row(*PROMPT), lost=False)}
     device.room = 1
@@ -548,20 +548,20 @@ def test_a_prefix_that_others_hold_needs_room_once():
     assert device.holds(row(*PROMPT), row(*PROMPT)) == [False, True]
 
 
-def test_a_request_that_can_find_nothing_needs_no_room():
+def test_a_request_without_cached_blocks_needs_no_room():
     device = FakeDevice()
     device.room = -5
     device.slice()
     assert device.holds(row(*PROMPT)) == [False]
 
 
-def test_no_request_waits_for_blocks_that_have_left_host_memory():
+def test_no_request_waits_for_blocks_evicted_from_host_memory():
     device, waiting = FakeDevice(num_pages=2, most_staged=2, capacity=4), row(*PROMPT, 8, 9)
     device.slow = {"1/2"}
     device.keep(row(*PROMPT, 8, 9))
     assert device.arriving(waiting) == []
     (run,) = set(device.tier._coming.values())
-    device.keep(row(9, 9, 9, 9, 9))  # in the place of the tail
+    device.keep(row(9, 9, 9, 9, 9))  # replaces the tail
     device.slow.clear()
     assert device.arriving(waiting) == [run]
     run.pages = []
@@ -569,11 +569,11 @@ def test_no_request_waits_for_blocks_that_have_left_host_memory():
 
 
 @pytest.mark.parametrize("is_looked_up", [False, True])
-def test_the_tail_leaves_host_memory_before_the_head(is_looked_up):
+def test_the_tail_is_evicted_from_host_memory_before_the_head(is_looked_up):
     device = FakeDevice(capacity=3)
     if is_looked_up:
         device.keep(row(*PROMPT))
-        device.holds(row(1, 2, 3, 4, 5))  # now two blocks are newer than the third
+        device.holds(row(1, 2, 3, 4, 5))  # two blocks are now newer than the third
     else:
         device.keep(row(1, 2, 3, 4, 5))
         device.keep(row(*PROMPT))
@@ -582,19 +582,19 @@ def test_the_tail_leaves_host_memory_before_the_head(is_looked_up):
     assert len(device.tier._places) == 3
 
 
-def test_blocks_of_another_salt_leave():
+def test_blocks_of_another_salt_are_dropped():
     device, late = FakeDevice(), row(7, 8, 9)
     device.keep(row(*PROMPT))
     device.end(late)
     device.slice(late)
-    device.salts = [1]  # while its copy is under way
+    device.salts = [1]  # while its copy is in transit
     device.slice()
     assert device.tier.host_bytes == 0
     device.keep(row(*PROMPT))
     assert device.tier.host_bytes == 3
 
 
-def test_a_block_comes_back_for_its_own_adapter():
+def test_a_block_is_restored_only_for_its_own_adapter():
     device = FakeDevice(num_adapters=2, num_pages=4)
     device.keep(row(*PROMPT, adapter=1))
     assert [len(device.arriving(row(*PROMPT, adapter=adapter))) for adapter in (None, 0, 1)] == [0, 0, 1]
@@ -603,18 +603,18 @@ def test_a_block_comes_back_for_its_own_adapter():
         assert device.tier.host_bytes == num_kept
 
 
-def test_a_fuller_page_replaces_the_page_that_it_begins_with():
+def test_a_fuller_page_replaces_its_prefix_page():
     device = FakeDevice(in_page=4)
     device.keep(row(1, 2, 3, 4, 5))
     assert device.kept == ["1/2"]
     device.keep(row(*PROMPT), row(1, 2, 3, 4, 9, 9, 9))
     assert [len(page.keys) for page in device.tier._pages] == [3, 3]
     assert len(device.tier._places) == 4
-    device.keep(row(1, 2, 3, 4, 5))  # these blocks are there
+    device.keep(row(1, 2, 3, 4, 5))  # these blocks are already there
     assert len(device.tier._pages) == 2
 
 
-def test_blocks_in_the_middle_of_pages_come_back():
+def test_blocks_in_the_middle_of_pages_are_restored():
     device, prompt = FakeDevice(in_page=2), (1, 2, 3, 4, 5, 6, 9)
     keys = device.keep(row(1, 2, 3, 4, 5, 6, 7, 8, 9), lost=False)
     device.held = {keys[0]}
@@ -633,7 +633,7 @@ def test_blocks_that_were_overwritten_before_their_copy_are_not_kept():
     assert not device.tier._is_there(keys[0])
 
 
-def test_filled_blocks_leave_once_and_few_at_a_time():
+def test_full_blocks_are_copied_out_once_and_few_at_a_time():
     device = FakeDevice(in_page=2)
     tier, (running, same) = device.tier, (row(*range(9), max_tokens=9) for _ in range(2))
     device.list(tier._keys_of(running))
@@ -659,7 +659,7 @@ def test_filled_blocks_leave_once_and_few_at_a_time():
     assert [run.num_pages for run in tier.next_moves().out] == [2, 1]
 
 
-def test_runs_of_several_prompts_share_a_program_unless_one_needs_the_block_before():
+def test_runs_of_several_prompts_share_a_program_unless_one_needs_the_previous_block():
     device = FakeDevice(num_pages=2, most_staged=8, least_tokens=1)
     prompts = PROMPT, (1, 9, 3, 9, 0), (2, 9, 4, 9, 0)
     device.keep(*(row(*tokens) for tokens in prompts))

@@ -1,4 +1,4 @@
-"""Which kinds of steps an engine has, which of them is next, and the sizes that it chooses."""
+"""The kinds of steps of an engine, the choice of the next kind, and default sizes."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ FOUR, EIGHT, ALL, CHUNK_FOR_ALL = range(4)  # eight rows may be a chunk too
         (6, 7, (5,), [5, 6], [13]),  # 5 is more than a third of 13
     ],
 )
-def test_each_width_is_a_kind_and_one_of_them_has_rows_for_chunks_too(num_seats, chunk_tokens, widths, single, mixed):
+def test_each_width_is_a_kind_and_one_also_has_rows_for_chunks(num_seats, chunk_tokens, widths, single, mixed):
     kinds = make_kinds(num_seats, chunk_tokens, widths)
     assert [kind.width for kind in kinds] == sorted(single + mixed)
     assert [kind.width for kind in kinds if kind.is_mixed] == mixed
@@ -46,15 +46,15 @@ def test_each_width_is_a_kind_and_one_of_them_has_rows_for_chunks_too(num_seats,
 
 @functools.partial(jax.jit, static_argnames="kinds")
 def choose_next(needed, num_waited, num_saved_reads=0, num_read=0, kinds=KINDS):
-    """The next kind if each seat needs this number of tokens, of them one that is known to be computed; 0: a free seat.
-    `num_read`: tokens in the cache whose reads are not saved."""
+    """The next kind for seats that need these numbers of tokens, one of them known; 0 is a free seat. `num_read` counts
+    cached tokens whose reads are not saved."""
     is_taken = needed > 0
     lengths = is_taken.astype(jnp.int32).at[0].add(jnp.maximum(num_saved_reads + num_read - is_taken.sum(), 0))
     scheduler = Scheduler.create(max_requests=SEATS, num_seqs=SEATS, max_length=256)
     scheduler = dataclasses.replace(
         scheduler,
         seated=jnp.where(is_taken, jnp.arange(SEATS, dtype=jnp.int32), SEATS),
-        num_known=jnp.where(is_taken, needed + lengths, 7),  # 7: left by a request that is gone
+        num_known=jnp.where(is_taken, needed + lengths, 7),  # 7: left over from a finished request
     )
     allocator = BlockAllocator.create(num_blocks=2, block_size=4, num_seqs=SEATS, max_blocks_per_seq=1)
     allocator = dataclasses.replace(allocator, lengths=lengths)
@@ -72,7 +72,7 @@ def choose_next(needed, num_waited, num_saved_reads=0, num_read=0, kinds=KINDS):
         ([1] * 16, LONGEST_WAIT, ALL),  # nothing waits
         ([1] * 14 + [3], 0, ALL),  # busy: it waits
         ([1] * 14 + [3], LONGEST_WAIT - 1, ALL),
-        ([1] * 14 + [3], LONGEST_WAIT, CHUNK_FOR_ALL),  # its seats alone are more than a narrow step has rows
+        ([1] * 14 + [3], LONGEST_WAIT, CHUNK_FOR_ALL),  # it has more seats than a narrow step has rows
         ([1] * 14 + [33], 0, ALL),  # 47 tokens
         ([1] * 14 + [34], 0, CHUNK_FOR_ALL),  # 48 fill the widest step
         ([1] * 13 + [2], 0, CHUNK_FOR_ALL),  # idle
@@ -97,7 +97,7 @@ def test_the_next_kind(needed, num_waited, expected):
         ([1] * 9, 160, 0, "sharing all"),
         ([1] * 9, 359, 100, "all"),
         ([1] * 9, 360, 100, "sharing all"),
-        ([1] * 5, 239, 0, "eight"),  # eight rows more, which cost a half of the least
+        ([1] * 5, 239, 0, "eight"),  # eight more rows, which cost half of the minimum
         ([1] * 5, 240, 0, "sharing all"),
         ([1] * 4, 279, 0, "four"),
         ([1] * 4, 280, 0, "sharing all"),
@@ -108,7 +108,7 @@ def test_the_next_kind(needed, num_waited, expected):
         ([2], 560, 0, "sharing chunk"),
     ],
 )
-def test_shared_blocks_are_read_once_where_that_pays(needed, num_saved_reads, num_read, expected):
+def test_shared_blocks_are_read_once_if_that_pays(needed, num_saved_reads, num_read, expected):
     kinds = make_kinds(SEATS, CHUNK, WIDTHS, least_saved_reads=160)
     names = "sharing all", "sharing chunk", "four", "eight", "all", "chunk for all"
     needed = np.pad(np.int32(needed), (0, SEATS - len(needed)))
@@ -124,7 +124,7 @@ def test_a_wait_ends_with_a_chunk(num_pending, counts, expected):
     assert int(count_wait(jnp.int32(3), jnp.int32(num_pending), jnp.diff(starts))) == expected
 
 
-def test_on_a_gpu_xla_gets_options_that_it_knows(monkeypatch):
+def test_on_a_gpu_xla_gets_options_that_it_accepts(monkeypatch):
     monkeypatch.setattr(_device, "is_gpu", lambda: True)
     options = chosen_compiler_options(None)
     assert options["xla_gpu_enable_triton_gemm"] == "False"
@@ -155,16 +155,16 @@ def sizes(num_blocks, *, is_gpu=True, **given):
         (6_400, {}, (192, 8192, 832, (64, 128))),  # the pool has 512 tokens for each seat
         (2_049, {}, (64, 8192, 448, (64,))),
         (65, {}, (8, 1024, 504, ())),
-        (9, {}, (8, 128, 128, ())),  # no more than the pool
+        (9, {}, (8, 128, 128, ())),  # at most the pool
         (65, {"max_num_seqs": 4, "chunk_tokens": 16, "widths": [4, 2, 2]}, (4, 1024, 16, (2, 4))),
         (16_385, {"is_gpu": False}, (32, 8192, 32, ())),
     ],
 )
-def test_sizes_that_are_not_given_are_chosen(num_blocks, given, expected):
+def test_missing_sizes_are_chosen(num_blocks, given, expected):
     assert sizes(num_blocks, **given) == expected
 
 
-def test_an_engine_without_any_size_serves_and_says_what_it_chose():
+def test_an_engine_without_any_size_serves_and_reports_its_choice():
     engine = Engine(toy_model.apply, toy_model.random_weights(), toy_model.create_cache(25), head=toy_model.head)
     params = toy_model.greedy(20)
     prompts = [[1, 2, 3], [4] * 25, [5], *[[6, i] for i in range(9)]]

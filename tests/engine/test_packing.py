@@ -1,4 +1,4 @@
-"""Trees that cross between host and device as one array."""
+"""Trees that move between host and device as one array."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def assert_bits_equal(found, expected):
         assert (a.shape, a.dtype, np.asarray(a).tobytes()) == (b.shape, b.dtype, b.tobytes())
 
 
-def test_a_tree_comes_back_bit_for_bit_from_host_to_device_and_back():
+def test_a_tree_survives_host_to_device_and_back_bit_for_bit():
     on_device = jax.jit(lambda words: unpack(words, TREE))(pack(TREE))
     assert_bits_equal(on_device, TREE)
     words = jax.jit(lambda tree: pack(tree, jnp))(TREE)

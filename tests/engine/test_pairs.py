@@ -57,7 +57,7 @@ def pairs_of(config):
 
 
 def covering_configs():
-    """Configs in which each possible pair of values of two options occurs, the best of many random ones each time."""
+    """Configs that cover each possible pair of values of two options, chosen greedily from random ones."""
     rng, names = random.Random(0), list(OPTIONS)
     every = (dict(zip(names, values, strict=True)) for values in itertools.product(*OPTIONS.values()))
     every = [config for config in every if is_possible(config)]
@@ -103,7 +103,7 @@ def create_engine_for(config):
 
 
 def requests_for(config, seed):
-    """Prompts that begin alike, or repeat themselves, and parameters of every kind."""
+    """Prompts with common prefixes or repetitions, and parameters of every kind."""
     prompts, params = requests(14, seed)
     for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
         prompts[i] = ([*range(5 + i), *prompt[:8]], (prompt[:3] * 6)[:17], prompt[:19])[i % 3]
@@ -128,7 +128,7 @@ class Checker:
         self.weights = random_weights(len(self.windows), seed)
 
     def logits(self, prompt, tokens, adapter):
-        """Those from which each of the tokens was drawn."""
+        """The logits from which each token was drawn."""
         return logits_of(self.windows, self.weights, prompt + tokens, adapter)[len(prompt) - 1 : -1]
 
     def check_output(self, prompt, params, output):
@@ -210,7 +210,7 @@ def test_options_of_every_pair_give_the_tokens_of_a_plain_model(config):
             engine.update_weights(checker.weights)
             engine.wake_up()
         prompts, params = requests_for(config, seed=7 + version)
-        for _ in range(2 if config["cached"] != "no" else 1):  # the second time prefixes are cached
+        for _ in range(2 if config["cached"] != "no" else 1):  # prefixes are cached in the second round
             added = [engine.add_request(*request) for request in zip(prompts, params, strict=True)]
             doomed = engine.add_request(prompts[0], SamplingParams(max_tokens=12))
             outputs = {output.request_id: output for output in engine.step()}
@@ -230,7 +230,7 @@ def test_options_of_every_pair_give_the_tokens_of_a_plain_model(config):
 
 
 def test_every_pair_of_options_occurs():
-    """In one config or another; one config less and a pair is missing."""
+    """All configs together have every pair, and without the last one a pair is missing."""
     possible = [dict(zip(OPTIONS, values, strict=True)) for values in itertools.product(*OPTIONS.values())]
     every = set().union(*(pairs_of(config) for config in possible if is_possible(config)))
     assert set().union(*map(pairs_of, CONFIGS)) == every

@@ -20,7 +20,7 @@ NONE = 8  # no seat leads
 
 
 def make_allocator(rows, lengths=None):
-    """`rows`: the blocks of each seat, of 4 tokens; by default all are full."""
+    """`rows`: the blocks of each seat, of 4 tokens each and full by default."""
     tables = np.zeros((len(rows), max(1, *map(len, rows))), np.int32)
     for table, row in zip(tables, rows, strict=True):
         table[: len(row)] = row
@@ -40,8 +40,9 @@ def found(*args):
     return groups.leaders.tolist(), groups.num_blocks.tolist(), int(groups.num_saved_reads)
 
 
-def test_seats_form_the_groups_that_spare_most():
-    """All begin with two blocks. Three share five, which saves each more reads. Two share one more: nothing saved."""
+def test_seats_form_the_groups_that_save_most():
+    """All seats begin with two equal blocks. Three share five, which saves more reads. Another block of two seats
+    saves nothing."""
     system = [1, 2]
     rows = [
         [*system, 3, 4, 5, 10, 11],
@@ -59,18 +60,18 @@ def test_seats_form_the_groups_that_spare_most():
 @pytest.mark.parametrize(
     ("rows", "leaders"),
     [
-        # Two prompts were computed at once, and a third request found blocks of both.
+        # Two prompts were computed at once, and a third request matches blocks of both.
         ([[1, 2, 3], [4, 5, 6], [1, 5, 3, 7]], [3, 3, 3]),
-        # The leader's block is elsewhere in the table.
+        # The leader's block is at another place in the table.
         ([[1, 2, 3], [4, 1, 2], [5, 6, 2]], [3, 3, 3]),
         ([[], []], [2, 2]),
     ],
 )
-def test_what_is_not_the_same_from_the_start_is_not_shared(rows, leaders):
+def test_only_common_prefixes_are_shared(rows, leaders):
     assert found(rows) == (leaders, [0] * len(rows), 0)
 
 
-def test_a_block_that_is_not_full_is_not_shared():
+def test_a_partly_filled_block_is_not_shared():
     assert found([[1, 2, 3], [1, 2, 3]], [12, 12]) == ([0, 0], [3, 3], 12)
     assert found([[1, 2, 3], [1, 2, 3]], [11, 11]) == ([0, 0], [2, 2], 8)
     assert found([[1], [1]], [3, 3]) == ([2, 2], [0, 0], 0)
@@ -102,7 +103,7 @@ def test_a_step_of_single_tokens_is_sorted_by_group():
 
 
 def test_the_rows_of_a_seat_stay_together():
-    """In the first group one seat has no row, in the second no seat has one, and in the third one: no read is saved."""
+    """One seat of the first group has no row, the second group has no rows, and the third has one: no read is saved."""
     counts, leaders = [1, 0, 3, 2, 0, 0, 0, 2], [0, 1, 8, 0, 1, 0, 6, 6]
     step, seats, groups, num_saved_reads = sort(counts, leaders, [3, 2, 0, 3, 2, 3, 4, 4], padding=2)
     assert seats.tolist() == [0, 3, 5, 1, 4, 6, 7, 2]
@@ -124,18 +125,18 @@ def test_a_step_in_which_all_seats_share():
     assert int(num_saved_reads) == 7
 
 
-def test_stats_count_the_tokens_that_were_not_read_again():
+def test_stats_count_the_saved_reads_of_tokens():
     engine = shared_engine(prefix_cache=True)
     with counting(engine) as counts:
         engine.generate([[*range(22)]], SamplingParams(max_tokens=6, seed=7, n=4))
-    # The first is a token ahead: in five steps all read its five blocks, in one the other three.
+    # The first request is a token ahead: in five steps all read its five blocks, in one step the other three do.
     assert counts.num_saved_reads == 5 * (3 * 20) + 2 * 20
     with counting(engine) as counts:
         engine.generate([[*range(22)], [*range(22, 44)]], SamplingParams(max_tokens=6))
     assert counts.num_saved_reads == 0
 
 
-def test_a_group_goes_on_without_a_request_that_ends():
+def test_a_group_continues_after_one_of_its_requests_ends():
     engine = shared_engine(prefix_cache=True)
     request = engine.add_request([*range(7, 29)], SamplingParams(max_tokens=26, n=4))
     engine.step()
@@ -154,7 +155,7 @@ def test_a_group_goes_on_without_a_request_that_ends():
 
 @pytest.mark.parametrize("own", [None, "sliding_window", "num_partitions"])
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_layers_read_shared_blocks_once_unless_they_have_a_way_of_their_own(is_packed, own, monkeypatch):
+def test_layers_read_shared_blocks_once_unless_they_attend_on_their_own(is_packed, own, monkeypatch):
     calls = []
     monkeypatch.setattr(run, "_attend", lambda call, *_, attend=run._attend: calls.append(call) or attend(call, *_))
     rows = [[1, 2, 10], [1, 2, 11], [3]]
@@ -177,7 +178,7 @@ def test_layers_read_shared_blocks_once_unless_they_have_a_way_of_their_own(is_p
     assert len(calls) == (3 if own is None else 2)
 
 
-def test_on_which_gpus_and_from_how_many_tokens_on_it_pays(monkeypatch):
+def test_the_least_saved_reads_by_gpu(monkeypatch):
     cache = KVCache.create(num_blocks=2, block_size=16, num_kv_heads=8, head_dim=128, num_layers=2)
     assert chosen_least_saved_reads([cache]) is None  # a CPU
     monkeypatch.setattr(_device, "is_gpu", lambda: True)

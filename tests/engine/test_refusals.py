@@ -1,4 +1,4 @@
-"""The refusals of an engine: parameters, requests, weights, options and models, each with its reason."""
+"""Refusals of an engine, each with its reason: parameters, requests, weights, options and models."""
 
 import collections
 import dataclasses
@@ -51,7 +51,7 @@ PARAMS = {
 
 
 @pytest.mark.parametrize("message", PARAMS)
-def test_parameters_that_cannot_be_are_refused(message):
+def test_invalid_parameters_are_refused(message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**PARAMS[message])
 
@@ -103,7 +103,7 @@ def test_requests_that_can_never_be_served_are_refused(engine, message, method, 
         ([], ANY, "pass at least one prompt"),
     ],
 )
-def test_what_generate_cannot_serve_is_refused(prompts, params, message):
+def test_generate_refuses_requests_that_do_not_fit(prompts, params, message):
     with pytest.raises(ValueError, match=message):
         generate(None, None, prompts, params, head=None, num_layers=1, num_kv_heads=1, head_dim=8)
 
@@ -137,12 +137,12 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("message", WEIGHTS)
-def test_weights_unlike_those_before_are_refused(engine, message):
+def test_weights_of_another_structure_are_refused(engine, message):
     with pytest.raises(ValueError, match=message):
         engine.update_weights(random_weights() | WEIGHTS[message])
 
 
-def test_weights_of_flax_say_what_to_pass_instead_of_the_module():
+def test_a_flax_module_in_place_of_its_state_is_refused_with_advice():
     class Weights(nnx.Module):
         def __init__(self):
             for name, value in random_weights().items():
@@ -156,7 +156,7 @@ def test_weights_of_flax_say_what_to_pass_instead_of_the_module():
     engine.update_weights(nnx.state(module))
 
 
-def test_weights_that_cannot_be_are_refused(engine):
+def test_invalid_weights_are_refused(engine):
     for message, weights in (
         ("it was a dict and is a OrderedDict", collections.OrderedDict(random_weights())),
         ("a pytree of arrays; got <built-in function abs>", MODULE),
@@ -208,12 +208,12 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("message", OPTIONS)
-def test_options_that_cannot_be_are_refused(message):
+def test_invalid_options_are_refused(message):
     with pytest.raises(ValueError, match=message):
         create_engine(**OPTIONS[message])
 
 
-def test_caches_and_weights_that_cannot_be_are_refused():
+def test_invalid_caches_and_weights_are_refused():
     first, second = create_cache(4), create_cache(4)
     donated = create_cache(4)
     donated.k.delete()
@@ -232,7 +232,7 @@ def test_caches_and_weights_that_cannot_be_are_refused():
 
 AUX = r"aux \[22, \.\.\.\], one row for each token"
 ROWS = r"apply must return hidden \[22, \.\.\.\], one row for each token"
-RETURNED = {  # by `toy_model.apply`: caches and hidden states
+RETURNED = {  # returned by `toy_model.apply`: caches and hidden states
     rf"{ROWS}; got \[2, 32\] at its root": lambda cache, hidden: (cache, hidden[:2]),
     ROWS: lambda cache, hidden: (hidden, cache),
     rf"{AUX}; got \[3\]": lambda *both: (*both, jnp.zeros(3)),
@@ -245,7 +245,7 @@ RETURNED = {  # by `toy_model.apply`: caches and hidden states
 
 
 @pytest.mark.parametrize("message", RETURNED)
-def test_results_of_a_model_that_cannot_be_are_refused(message):
+def test_invalid_results_of_a_model_are_refused(message):
     with pytest.raises(ValueError, match=message):
         create_engine(model=lambda *args: RETURNED[message](*toy_model.apply(*args)))
 

@@ -55,7 +55,7 @@ def test_a_rollout_holds_the_outputs_of_generate_as_arrays(left):
     assert not any(array[~mask].any() for array in (tokens, logprobs, versions))
 
 
-def test_a_rollout_that_finds_no_memory_costs_others_nothing(monkeypatch):
+def test_a_rollout_without_memory_does_not_affect_others(monkeypatch):
     engine, params = shared_engine(), greedy(20)
     other = engine.add_request([1, 2], params)
     with monkeypatch.context() as patch:
@@ -83,11 +83,11 @@ def test_each_token_has_the_version_of_its_weights():
     assert completion.weight_versions == [version] * num_old + [version + 1] * num_new
     old = expected_tokens(prompt, greedy(num_old + 4))
     assert old[:num_old] == completion.token_ids[:num_old]
-    assert old != completion.token_ids[: num_old + 4]  # other weights made the last
+    assert old != completion.token_ids[: num_old + 4]  # new weights made the last tokens
     assert engine.rollout([prompt], greedy(4)).weight_versions.tolist() == [[version + 1] * 4]
 
 
-def test_an_engine_that_sleeps_holds_no_cache_and_wakes_up_the_same(monkeypatch):
+def test_an_engine_that_sleeps_holds_no_cache_and_wakes_up_unchanged(monkeypatch):
     engine, prompts, params = shared_engine(prefix_cache=True), [[*range(20)]] * 2, greedy(6)
     before, _ = tokens_of(engine.generate(prompts, params))
     engine.add_request([1], params)
@@ -95,11 +95,11 @@ def test_an_engine_that_sleeps_holds_no_cache_and_wakes_up_the_same(monkeypatch)
         engine.sleep()
     finish(engine)
     with contextlib.closing(engine.stream([[3] * 20], greedy(28))) as stream:
-        next(stream)  # and is closed: the device does not know yet
+        next(stream)  # closes the stream before the device knows
     pools = [engine._runner.state.caches.k, engine._runner.state.caches.v]
     engine.sleep()
     engine.sleep()
-    assert not engine._books.under_way  # their reports are memory of the device too
+    assert not engine._books.under_way  # their reports need device memory, too
     assert all(pool.is_deleted() for pool in [*pools, engine._runner.state.caches.k, engine._runner.state.caches.v])
     engine.update_weights(random_weights(1))
     engine.add_request(prompts[0], params)
@@ -125,7 +125,7 @@ def test_sleep_reports_a_slice_that_failed_once(monkeypatch):
     engine.generate([[1, 2]], params)
     with monkeypatch.context() as patch:
         patch.setattr(engine._runner, "run", mock.Mock(side_effect=RuntimeError("no room for the call")))
-        engine._runner._send()  # as `generate` does for the next request, before it reads its last tokens
+        engine._runner._send()  # as in `generate`: sends the next request before it reads the last tokens
     with pytest.raises(RuntimeError, match="no room for the call"):
         engine.sleep()
     engine.sleep()

@@ -13,7 +13,7 @@ def shapes_alive():
     return sorted((x.shape, str(x.dtype)) for x in jax.live_arrays())
 
 
-def test_what_stays_lies_between_rooms_that_are_free():
+def test_room_is_kept_between_guards():
     arrays = jnp.zeros(7), jnp.zeros((2, 3), jnp.int32)
     before = shapes_alive()
     kept = keep_room(arrays, 3, arrays[0].sharding)
@@ -22,7 +22,7 @@ def test_what_stays_lies_between_rooms_that_are_free():
 
 
 @pytest.mark.filterwarnings("ignore:XLA computes this call")
-def test_an_engine_keeps_room_on_a_gpu_alone(monkeypatch):
+def test_an_engine_keeps_room_only_on_a_gpu(monkeypatch):
     with not_compiled():
         assert create_engine()._runner.program.kept == []
         monkeypatch.setattr(_device, "is_gpu", lambda: True)

@@ -1,4 +1,4 @@
-"""How the engine draws tokens: their distribution, which of them top_k, top_p and min_p keep, and their logprobs."""
+"""Sampling: the distribution of tokens, the effect of top_k, top_p and min_p, and logprobs."""
 
 import functools
 
@@ -38,14 +38,14 @@ def tokens_of(logits, temperature=1, top_k=0, top_p=1, min_p=0, *, count=DRAWN):
 @functools.cache
 def logits_with_ties(vocab, scale=2.0):
     logits = (np.random.default_rng(0).normal(size=vocab) * scale).astype(np.float32)
-    logits[[7, 9, vocab - 1]] = np.sort(logits)[-4]  # at the border of top_k = 5, and in three chunks
+    logits[[7, 9, vocab - 1]] = np.sort(logits)[-4]  # on the border of top_k = 5, in three chunks
     logits[[0, 130]] = -np.inf
     return logits
 
 
 @pytest.mark.parametrize("vocab", [1, product.CHUNK - 1, product.CHUNK, 3 * product.CHUNK + 1])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_best_is_the_first_of_the_largest(vocab, dtype):
+def test_argmax_returns_the_first_of_equal_logits(vocab, dtype):
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.integers(-2, 3, (64, vocab)), dtype)  # with ties, in one chunk and in several
     logits = logits.at[0].set(-jnp.inf).at[1, vocab - 1].set(jnp.inf)
@@ -71,7 +71,7 @@ MIXES = {  # temperature, top_k, top_p, min_p
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_tokens_come_as_often_as_they_are_probable(mix):
+def test_token_frequencies_match_their_probabilities(mix):
     temperature, *cut = MIXES[mix]
     logits = logits_with_ties(VOCAB)
     weights = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
@@ -88,8 +88,8 @@ def test_tokens_come_as_often_as_they_are_probable(mix):
     assert chi2.sf(np.float32(distance), np.float32(used.sum() - 1)) > 1e-3
 
 
-def test_a_token_is_its_seats_own():
-    """The same alone, and among others with other parameters, in whatever seat."""
+def test_a_token_does_not_depend_on_other_seats():
+    """The same token alone and next to rows with other parameters, in any seat."""
     rng = np.random.default_rng(1)
     logits = (rng.normal(size=(24, 300)) * 2).astype(np.float32)
     logits[:, 200] = logits.max(axis=1)  # two best tokens: a greedy seat draws the first
@@ -99,7 +99,7 @@ def test_a_token_is_its_seats_own():
     assert (together[::3] == logits[::3].argmax(axis=1)).all()
     order = rng.permutation(24)
     assert (drawn(logits[order], jax.tree.map(lambda x: x[order], params)) == together[order]).all()
-    for i in range(24):  # for some, top_p cuts all that is drawn at first
+    for i in range(24):  # for some rows top_p cuts the whole first draw
         assert drawn(logits[i : i + 1], jax.tree.map(lambda x, i=i: x[i : i + 1], params)) == together[i]
     assert (drawn(logits, params, position=6) != together).sum() > 4
 
@@ -109,20 +109,20 @@ EQUAL = np.where(np.arange(200) < 180, -2, -np.inf)
 HALVES = -np.log(2) * np.arange(12)  # probabilities 1/2, 1/4, 1/8 and so on
 ABOVE_HALF = np.nextafter(np.float32(0.5), np.float32(1))
 KEPT = [
-    # The narrowest keep the best token, the widest all, and equal logits are kept together.
+    # The narrowest settings keep the best token, the widest keep all, and equal logits are kept together.
     *((RANDOM, dict(temperature=9, top_k=k, top_p=p), {RANDOM.argmax()}) for k, p in ((1, 1), (0, 1e-38), (5, 1e-6))),
     *((np.zeros(VOCAB), dict(top_k=top_k), set(range(VOCAB))) for top_k in (-1, 0, VOCAB, VOCAB + 1)),
     *((EQUAL, dict(top_k=k, top_p=p), set(range(180))) for k, p in ((3, 1), (0, 0.1), (3, 0.1), (81, 0.1))),
-    # min_p is a part of the best token's probability, after temperature.
+    # min_p is a fraction of the best token's probability, after temperature.
     *(
         (t * HALVES, dict(temperature=t, min_p=np.float32(least) * 0.999), set(range(num)))
         for t in (1, 0.5, 2)
         for least, num in ((1, 1), (0.5, 2), (0.3, 2), (0.12, 4))
     ),
-    # top_p is a part of what min_p keeps: 2/3 and 1/3; and of what top_k keeps, here the same.
+    # top_p is a fraction of the tokens that min_p keeps (2/3 and 1/3), or that top_k keeps, here the same.
     *((HALVES, dict(top_p=p, min_p=0.4), kept_tokens) for p, kept_tokens in ((0.6, {0}), (0.7, {0, 1}))),
     *((np.log([4, 2, 1, 1]), dict(top_k=2, top_p=p), kept_tokens) for p, kept_tokens in ((0.6, {0}), (0.7, {0, 1}))),
-    # The first of 1/2, 1/4, 1/4 alone is a half. No sum of these is rounded.
+    # The first of 1/2, 1/4, 1/4 is exactly half. Their sums are exact.
     *((-np.log([1, 2, 2]), dict(top_p=p), kept_tokens) for p, kept_tokens in ((0.5, {0}), (ABOVE_HALF, {0, 1, 2}))),
     *(
         (-np.log([2, 4, 4, 8, 16]), dict(top_k=3, top_p=p), kept_tokens)
@@ -132,13 +132,13 @@ KEPT = [
 
 
 @pytest.mark.parametrize(("logits", "options", "expected"), KEPT)
-def test_the_tokens_that_are_kept(logits, options, expected):
+def test_which_tokens_are_kept(logits, options, expected):
     logits = np.pad(logits.astype(np.float32), (0, VOCAB - len(logits)), constant_values=-np.inf)  # one compiled shape
     assert set(tokens_of(logits, **options)) == expected
 
 
-def test_the_draw_after_all_were_cut_has_noise_of_its_own():
-    """Two tokens are kept, one in each chunk. Most draws are of the second chunk, and cut."""
+def test_the_draw_after_a_cut_has_its_own_noise():
+    """Two tokens are kept, one in each chunk. Most draws hit the second chunk and are cut."""
     probabilities = np.full(VOCAB, 1e-30)
     probabilities[product.CHUNK : 2 * product.CHUNK] = 0.8 / (product.CHUNK - 1)
     probabilities[[0, product.CHUNK]] = 0.1
@@ -160,7 +160,7 @@ def test_a_given_token_of_id_0_is_scored(is_processed):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_logits_that_are_no_numbers_end(value):
+def test_sampling_ends_with_nan_logits(value):
     logits = np.full((3, 300), value, np.float32)
     logits[1] = np.arange(300)
     tokens = drawn(logits, parameters(1.0, [5, 1, 81], 0.5, 0, np.arange(3)))
@@ -170,14 +170,14 @@ def test_logits_that_are_no_numbers_end(value):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow_logits_are_those_widened(dtype):
+def test_narrow_logits_equal_widened_ones(dtype):
     logits = jnp.asarray(logits_with_ties(VOCAB), dtype)
     for mix in MIXES.values():
         assert (tokens_of(logits, *mix, count=64) == tokens_of(logits.astype(jnp.float32), *mix, count=64)).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_kth_largest_is_that_of_a_sort(dtype):
+def test_the_kth_largest_equals_a_sort(dtype):
     size = 3000
     x = np.random.default_rng(0).normal(size=(4, size)).astype(np.float32)
     x[1] = np.round(x[1])
@@ -191,7 +191,7 @@ def test_the_kth_largest_is_that_of_a_sort(dtype):
 
 @pytest.mark.parametrize("is_processed", [False, True], ids=["the model's", "processed"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_processed_logprobs_are_those_with_which_tokens_are_drawn(dtype, is_processed):
+def test_processed_logprobs_match_the_sampled_distribution(dtype, is_processed):
     logits = np.asarray(jnp.asarray(logits_with_ties(VOCAB), dtype).astype(jnp.float32))
     mixes = [(0, 5, 0.5, 0.5), (1, 0, 1 - 2**-24, 0), *MIXES.values()]
     seats = 8 * len(mixes)

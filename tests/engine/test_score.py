@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("idle_engines")
 
 
 def expected_score(prompt, tokens):
-    """One by one: the logprobs of the tokens, and whether each is the best."""
+    """One by one, the logprob of each token, and whether it is the best token."""
     text = [*prompt, *tokens]
     rows = [next_logits(random_weights(), text[:length]) for length in range(len(prompt), len(text))]
     logprobs = [log_softmax(row)[token] for row, token in zip(rows, tokens, strict=True)]
@@ -49,7 +49,7 @@ def texts_to_score(count):
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
 @pytest.mark.parametrize("left", [BLOCKS, TIGHT], ids=["plenty", "tight"])
-def test_scores_are_the_models_also_while_requests_generate(left, prefix_cache):
+def test_scores_equal_the_models_while_requests_generate(left, prefix_cache):
     engine, params = shared_engine(prefix_cache=prefix_cache), greedy(40)
     (tokens,) = tokens_of(engine.generate([[7, 8, 9]], params))
     texts = [*texts_to_score(24), ([7, 8, 9], tokens), ([7, 8, 9], [*tokens[:20], 5])]
@@ -67,7 +67,7 @@ def test_scores_are_the_models_also_while_requests_generate(left, prefix_cache):
     assert counts.num_scored == num_scored or (left == TIGHT and counts.num_scored > num_scored)  # preempted
 
 
-def test_a_batch_invariant_engine_scores_to_the_bits_that_it_sampled():
+def test_a_batch_invariant_engine_scores_with_the_bits_of_its_samples():
     prompts, params = requests(20)
     params = [dataclasses.replace(of_one, logprobs=True, n=1) for of_one in params]
     exact = shared_engine(prefix_cache=True, batch_invariant=True)
@@ -86,10 +86,10 @@ def test_a_batch_invariant_engine_scores_to_the_bits_that_it_sampled():
     finish(exact)
     texts, logprobs = sample(shared_engine())
     scores = shared_engine().score(prompts, texts)
-    assert [score.logprobs for score in scores] != logprobs  # a difference would be seen
+    assert [score.logprobs for score in scores] != logprobs  # a difference would be noticed
 
 
-def test_a_prompt_is_found_except_for_what_its_scores_need():
+def test_a_cached_prompt_is_computed_only_where_scores_need_it():
     engine = shared_engine(prefix_cache=True)
     prompt, answers = [*range(21)], [[30, 31], [32], [33, 34, 35]]
 
@@ -99,7 +99,7 @@ def test_a_prompt_is_found_except_for_what_its_scores_need():
         return scores, (counts.num_computed, counts.num_found)
 
     scores, counts = score([prompt] * 3)
-    # Its last token is computed for each: it is the row that scores the first answer token. A block has four tokens.
+    # The prompt's last token is computed each time: its row scores the first answer token. A block has four tokens.
     assert counts == (22 + 1 + 3, 2 * 20)
     for one, answer in zip(scores, answers, strict=True):
         np.testing.assert_allclose(one.logprobs, expected_score(prompt, answer)[0], atol=1e-4)
@@ -107,14 +107,14 @@ def test_a_prompt_is_found_except_for_what_its_scores_need():
     assert counts == (3 * 4 + 1 + 2, 3 * 16)  # 20 tokens are listed, and the last is needed
 
 
-def test_given_tokens_are_listed_and_not_those_that_the_model_would_take():
+def test_given_tokens_are_listed_and_not_the_models_own():
     engine, text = shared_engine(prefix_cache=True), [*range(13, 25)]
-    for _ in range(2):  # the last of them fills a block in the second round
+    for _ in range(2):  # the last answer fills a block in the second round
         engine.score([text[:-1]], [text[-1:]])
         text += [3, 5, 7, 11]
     with counting(engine) as counts:
         (tokens,) = tokens_of(engine.generate([[*text, 1]], greedy(1)))
-    assert counts.num_found == 12  # what follows was never computed
+    assert counts.num_found == 12  # later tokens were never computed
     assert expected_score([*text, 1], tokens)[1] == [True]
 
 
@@ -139,7 +139,7 @@ def test_logits_exist_for_one_group_of_rows_at_a_time():
     assert f"f32[{SEATS + 16},{VOCAB}]" not in program
 
 
-def test_groups_of_rows_have_more_than_the_sequences_if_these_are_few():
+def test_groups_of_rows_exceed_the_sequences_if_these_are_few():
     def apply_by_parts(weights, tokens, positions, cache, step):
         x, q, k, v = project(weights, tokens)
         cache, out = step.attend(q, k, v, cache, rotary_frequencies=FREQUENCIES)
@@ -160,7 +160,7 @@ def test_groups_of_rows_have_more_than_the_sequences_if_these_are_few():
     np.testing.assert_allclose(scores[1].logprobs, expected_score([3, 1], tokens_of(sampled)[1])[0], atol=1e-4)
 
 
-def test_the_head_sees_only_drawn_and_scored_rows_and_the_model_is_traced_once_for_a_number_of_tokens():
+def test_the_head_sees_only_drawn_and_scored_rows_and_the_model_is_traced_once_per_size():
     traced, rows = [], []
 
     def apply_and_count(weights, tokens, positions, cache, step):

@@ -1,6 +1,6 @@
 """The slice of an engine, and modules with large weights, compiled for an H100 without a GPU: by `make test-ptxas`.
 
-By a process of its own, which runs this file: JAX must be told before it starts.
+This file runs in a separate process, because JAX must be configured before it starts.
 """
 
 import functools
@@ -93,7 +93,7 @@ def with_kernels():
     return compiled_slice(apply_by_kernels, head_of_heads, engine, weights)
 
 
-# Elements of one of the large weights, more than of all else, workspaces of cuBLAS included.
+# Elements of one of the large weights, more than of any other array, workspaces of cuBLAS included.
 EXPERTS, FEATURES, HIDDEN, ROWS = 16, 1024, 512, 8
 LARGE = EXPERTS * FEATURES * HIDDEN
 
@@ -104,7 +104,7 @@ def compiled_module(make, *arguments):
 
 
 def experts():
-    """Those of gpt-oss and of DeepSeek."""
+    """The modules of gpt-oss and DeepSeek."""
     make = functools.partial(Experts, EXPERTS, FEATURES, HIDDEN, dtype=jnp.bfloat16)
     makes = functools.partial(make, clipped=Clipped(alpha=1.7, limit=7.0)), make
     arguments = jnp.zeros((ROWS, FEATURES), jnp.bfloat16), jnp.zeros((ROWS, EXPERTS), jnp.bfloat16)
@@ -142,7 +142,7 @@ def test_the_slice_copies_neither_a_cache_nor_weights_and_never_calls_the_host()
     text = module("without_kernels")
     shape = f"f32[{toy_model.BLOCKS + 1},{toy_model.BLOCK_SIZE},{toy_model.HEADS},{toy_model.HEAD_DIM}]"
     of_cache = toy_model.operations_on(text, shape)
-    assert "while" in of_cache  # the search sees the cache
+    assert "while" in of_cache  # the search finds the cache
     assert not [name for name in of_cache if name.startswith("copy")]
     part, whole = (f"f32[{toy_model.FEATURES},{n * toy_model.HEADS * toy_model.HEAD_DIM}]" for n in (1, 3))
     assert part in text  # the matrix for q, k or v
@@ -158,14 +158,14 @@ def test_a_step_copies_no_weights(of):
     assert large <= {"parameter", "bitcast"}
 
 
-def test_sampling_computes_only_what_a_request_asks_for():
-    """A draw, top_k, top_p, the rare second draw, logprobs: XLA computes both branches where that is cheap."""
+def test_sampling_computes_only_what_requests_need():
+    """Draw, top_k, top_p, the rare second draw and logprobs. XLA computes both branches where that is cheap."""
     names = [name for name, *_ in instructions(module("sampling"))]
     assert names.count("conditional") == 5
 
 
-def test_the_only_loop_is_that_of_the_steps():
-    """Then XLA puts a step and the choice of its kind into a CUDA graph, and a call waits for no step."""
+def test_the_only_loop_is_over_the_steps():
+    """XLA then captures a step and the choice of its kind in a CUDA graph, and a call does not wait for steps."""
     text = module("with_kernels")
     assert "mosaic" in text
     (loop,) = [line for name, _, line in instructions(text) if name == "while"]

@@ -29,7 +29,7 @@ engine = functools.partial(create_once, widths=(2,), num_speculative_tokens=2, m
 
 
 def check(found, text, first, num):
-    """`found` belongs to the tokens of a text from the `first` on."""
+    """Checks `found` for the tokens of a text from `first` on."""
     assert len(found) == len(text) - first
     for length, likely in enumerate(found, first):
         logprobs = log_softmax(next_logits(random_weights(), text[:length]))
@@ -40,7 +40,7 @@ def check(found, text, first, num):
 
 @pytest.mark.parametrize("left", [BLOCKS, TIGHT], ids=["plenty", "tight"])
 def test_the_most_likely_tokens_are_the_models(left):
-    # Repetitive prompts have drafts; the temperature does not change what is likely.
+    # Repetitive prompts have drafts. Temperature does not change the most likely tokens.
     prompts = [[1, 2, 3] * 5, [5], [7, 8] * 9, [*range(20)], [4] * 11]
     params = [
         SamplingParams(
@@ -63,7 +63,7 @@ def test_the_most_likely_tokens_are_the_models(left):
     assert engine().stats().num_accepted > 0
 
 
-def test_those_of_a_prompt_may_come_over_several_slices():
+def test_a_prompts_top_logprobs_may_come_from_several_slices():
     row = CompletionState(0, np.arange(5), SamplingParams(top_logprobs=1, prompt_logprobs=True), 0, span=(1, 5))
     for positions in ([1, 2], [3], [4], [3]):  # the last one after a preemption
         top_logprobs = TopLogprobs(np.int32(positions)[:, None], -np.float32(positions)[:, None])
@@ -72,7 +72,7 @@ def test_those_of_a_prompt_may_come_over_several_slices():
     assert row.score() == Score([-1, -2, -3, -4], [True] * 4, [{i: -i} for i in range(1, 5)])
 
 
-def test_scores_have_them_too():
+def test_scores_have_top_logprobs_too():
     prompts, tokens = [[3, 1, 4], [9, 2]], [[1, 5, 9, 2, 6] * 4, [7]]
     for prompt, given, score in zip(prompts, tokens, engine().score(prompts, tokens, top_logprobs=3), strict=True):
         check(score.top_logprobs, prompt + given, len(prompt), 3)
@@ -84,7 +84,7 @@ def test_scores_have_them_too():
     assert engine().score([[1]], [[2]])[0].top_logprobs is None
 
 
-def test_generate_makes_an_engine_that_reports_as_many_as_are_asked_for():
+def test_generate_makes_an_engine_that_reports_the_requested_number():
     def model(weights, tokens, positions, caches, step):
         cache, hidden = apply(weights, tokens, positions, *caches, step)
         return (cache,), hidden

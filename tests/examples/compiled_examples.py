@@ -1,4 +1,4 @@
-"""Reads what an example's loop compiled to, on the way to running it: no copy of a cache, no host."""
+"""Runs an example and checks its compiled loop on the way: no copy of a cache, no host."""
 
 from types import ModuleType
 
@@ -7,11 +7,11 @@ import pytest
 import lib.start
 from tests.compiled import instructions
 
-NUM_BLOCKS = 4096  # a cache is larger than all else that the tiny model has
+NUM_BLOCKS = 4096  # a cache is larger than everything else in the tiny model
 
 
 def read_compiled(monkeypatch: pytest.MonkeyPatch, example: ModuleType, name: str) -> list[bool]:
-    """Has the example use a large pool, and its jitted function `name` checked at each call; one True a check."""
+    """Gives the example a large pool and checks its jitted function `name` at each call; yields one True per check."""
     function = getattr(example, name)
     checked = []
 

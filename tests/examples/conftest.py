@@ -35,8 +35,8 @@ def run_generate(capsys):
 
 @pytest.fixture
 def printed(tiny, monkeypatch, capsys):
-    """Runs a program with a result instead of the function that computes it; returns its lines on stdout, the prompts,
-    and the function's other arguments."""
+    """Runs a program with a fixed result in place of the function that computes it. Returns its lines on stdout, the
+    prompts, and the function's other arguments."""
 
     def call(program, function, result, *options):
         calls = []
@@ -64,7 +64,7 @@ def adapters(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def service(tiny, adapters):
-    """The tiny model and its adapters in an engine, for one server after the other."""
+    """The tiny model and its adapters in an engine, for one server at a time."""
     import serve
     from tests.examples.serving import KEY, SIZES
 
@@ -83,7 +83,7 @@ def server(service):
 
 @pytest.fixture
 def gate(service, monkeypatch):
-    """The engine waits before each step while the gate is shut; `is_reached` says that it has come there."""
+    """Makes the engine wait before each step while the gate is shut. `is_reached` is true while it waits."""
     engine, gate, is_reached = service.engine._engine, threading.Event(), threading.Event()
     step = engine.step
     monkeypatch.setattr(engine, "step", lambda: is_reached.set() or (gate.wait(60) and step()))

@@ -23,7 +23,7 @@ from lib.http_server import Server, bind
 from lib.openai_forms import Ask
 
 KEY, PROMPT = "secret", "The quick brown fox"
-LONG = dict(prompt="page", temperature=0, max_tokens=100)  # the answer is as long
+LONG = dict(prompt="page", temperature=0, max_tokens=100)  # the answer has all 100 tokens
 SIZES = [
     "--max-num-seqs=4",
     "--chunk-tokens=16",
@@ -32,7 +32,7 @@ SIZES = [
     "--max-queue=6",
     "--prefix-cache",
 ]
-SERVICE = SimpleNamespace(  # for a reading of requests
+SERVICE = SimpleNamespace(  # enough to parse requests
     served_names=("model",),
     names={"model": None},
     checkpoint=SimpleNamespace(config=SimpleNamespace(vocab_size=300)),
@@ -43,7 +43,7 @@ SERVICE = SimpleNamespace(  # for a reading of requests
 
 @contextlib.contextmanager
 def running(service, drain_seconds=30.0, **changes):
-    """A server around the engine of a service with these changes, which no other server uses at the same time."""
+    """A server around the engine of a changed service. No other server may use the engine at the same time."""
     engine = service.engine._engine
     thread_of_engine = EngineThread(engine, most_completions=service.engine.most_completions)
     service = dataclasses.replace(service, engine=thread_of_engine, **changes)
@@ -109,7 +109,7 @@ def texts(answer):
 
 
 def stop_in(text, *others):
-    """Two characters that begin within the text for the first time, and that the others do not have."""
+    """Two characters that first occur inside the text, and that are in none of the other texts."""
     pairs = (text[i : i + 2] for i in range(5, len(text)) if text.find(text[i : i + 2]) == i)
     return next(pair for pair in pairs if "\ufffd" not in pair and not any(pair in other for other in others))
 
@@ -123,5 +123,5 @@ def chat_body(**fields):
 
 
 def read(content, service=SERVICE, *, is_chat=False):
-    """The request of a body."""
+    """The request that a body describes."""
     return Ask(Fields(json.loads(content)), service, is_chat=is_chat)

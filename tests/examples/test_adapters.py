@@ -1,4 +1,4 @@
-"""Adapters in PEFT's form: their scale, and those that are not plain LoRA."""
+"""Adapters in PEFT's format: their scale, and the refusal of variants of LoRA."""
 
 import json
 
@@ -33,14 +33,14 @@ def products(folder):
         (dict(r=2, rank_pattern={"proj|.*_proj": 4}, use_rslora=True), (3 / 2, 3 / 2)),
     ],
 )
-def test_the_scale_of_each_layer_is_that_of_peft(tmp_path, changes, scales):
+def test_the_scale_of_each_layer_equals_peft(tmp_path, changes, scales):
     merged = write_adapter(tmp_path, seed=1, rank=4, layers=LAYERS, **changes)  # scaled by 3 / 4
     found = products(tmp_path)
     for layer, scale in zip((Q, UP), scales, strict=True):
         np.testing.assert_allclose(found[layer], merged[f"model.{layer}.weight"] * (scale / (3 / 4)), atol=1e-5)
 
 
-def test_a_rank_that_is_not_that_of_the_config_is_refused(tmp_path):
+def test_a_rank_unlike_the_config_is_refused(tmp_path):
     write_adapter(tmp_path, seed=1, rank=4, layers=LAYERS, r=8)
     with pytest.raises(CheckpointError, match=r"has factors .4, 48. and .\d+, 4.; its config says rank 8"):
         read_adapter(tmp_path)
@@ -68,7 +68,7 @@ WITH_CHANGED_WEIGHTS = "pissa", "pissa_niter_4", "olora", "corda", "loftq", "lor
 @pytest.mark.parametrize(
     ("name", "value"), [*REFUSED.items(), *(("init_lora_weights", value) for value in WITH_CHANGED_WEIGHTS)]
 )
-def test_what_is_not_plain_lora_is_refused_by_name(tmp_path, name, value):
+def test_variants_of_lora_are_refused_by_name(tmp_path, name, value):
     write_adapter(tmp_path, seed=1, rank=1, layers=LAYERS, **{name: value})
     with pytest.raises(CheckpointError) as error:
         read_adapter(tmp_path)
@@ -94,9 +94,7 @@ SAVED = """{"task_type": "CAUSAL_LM", "peft_type": "LORA", "auto_mapping": null,
         dict(),
         dict(modules_to_save=[], task_type=None, target_parameters=[]),
         dict(init_lora_weights="gaussian"),
-        dict(
-            init_lora_weights="eva", eva_config={"rho": 2.0}
-        ),  # PEFT keeps the model's weights, and saves the patterns
+        dict(init_lora_weights="eva", eva_config={"rho": 2.0}),  # PEFT keeps the model's weights and saves the patterns
         dict(init_lora_weights=False),
     ],
 )
@@ -114,7 +112,7 @@ def test_a_config_as_peft_saves_it_is_plain(tmp_path, change):
         (dict(alpha_pattern={"(q_proj": 1}), "cannot be read as an adapter"),
     ],
 )
-def test_patterns_that_are_wrong_are_refused(tmp_path, change, message):
+def test_wrong_patterns_are_refused(tmp_path, change, message):
     write_adapter(tmp_path, seed=1, rank=1, layers=LAYERS, **change)
     with pytest.raises(CheckpointError, match=message):
         read_adapter(tmp_path)

@@ -1,4 +1,4 @@
-"""examples/beam_search.py against a plain beam search with no cache and no sharing; of width 1 it is greedy."""
+"""examples/beam_search.py against a plain beam search without cache or sharing. Width 1 is greedy."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ def prompts(tiny):
 
 
 def plain_beam_search(tensors, prompt, width, length_penalty, eos_ids):
-    """[(score, tokens)], the best first."""
+    """[(score, tokens)], best first."""
     running, complete = [(0.0, [])], []
     for step in range(STEPS):
         continued = []
@@ -51,7 +51,7 @@ def frequent_tokens(tiny, prompts):
     return best[0][1][4], best[1][1][7]
 
 
-def test_hypotheses_are_those_of_a_plain_search(tiny, prompts, monkeypatch):
+def test_hypotheses_equal_a_plain_search(tiny, prompts, monkeypatch):
     checked = read_compiled(monkeypatch, beam_search, "search")
     eos_ids = frequent_tokens(tiny, prompts)
     lengths, orders = set(), []
@@ -80,7 +80,7 @@ def test_one_beam_is_greedy(tiny, prompts):
     assert [one.tokens for (one,) in found] == expected
 
 
-def test_a_beam_that_finds_no_block_is_given_up_and_the_others_go_on(tiny, prompts, monkeypatch):
+def test_a_beam_without_a_block_is_dropped_and_the_others_continue(tiny, prompts, monkeypatch):
     def small(*arguments, num_saved_blocks, **options):
         return start(*arguments, num_saved_blocks=num_saved_blocks, **options | {"num_blocks": 26})
 
@@ -91,7 +91,7 @@ def test_a_beam_that_finds_no_block_is_given_up_and_the_others_go_on(tiny, promp
     assert int(beams.allocator.num_held) == 0
 
 
-def test_what_a_person_sees(tiny, printed):
+def test_printed_output(tiny, printed):
     found = [beam_search.Hypothesis(tiny.tokenizer.encode(text), score) for text, score in (("c", -1), ("d", -2))]
     blocks = SimpleNamespace(peak_blocks=np.array(5), peak_unshared=np.array(8))
     options = ["--max-new-tokens=6", "--width=2", "--block-size=4", "--length-penalty=0.5", "--prompt=ab"]

@@ -1,4 +1,4 @@
-"""examples/lib/chat_template.py: what templates see and write, and what a template or a process that fails does."""
+"""examples/lib/chat_template.py: input and output of templates, and failures of templates and their processes."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ SEEN = {
     "{{ 'absent' in messages[0] }}": "False",  # null in the request
 }
 HANGS = "{{ case**(case**case) }}"  # constants would hang the compiler
-# One process renders all of them: `case` chooses.
+# One process renders all of them; `case` selects one.
 CASES = [*WRONG, *SEEN, HANGS, "{{ messages[0].content }}"]
 HELLO = [[{"role": "user", "content": "hello"}]]
 
@@ -67,7 +67,7 @@ def test_a_template_that_fails_is_reported_in_one_line(chats, case):
 
 
 @pytest.mark.parametrize("case", SEEN)
-def test_a_template_sees_all_that_transformers_gives_it(chats, case):
+def test_a_template_gets_all_variables_of_transformers(chats, case):
     message = {"role": "user", "content": "hi <b>", "b": {"\u00e9": 1}, "a": [2], "absent": None}
     assert render(chats, case, [[message]] * 2, enable_thinking=False) == [SEEN[case]] * 2
 
@@ -93,7 +93,7 @@ def test_the_last_message_is_continued():
     assert chats.render([messages], continue_final_message=True) == ["[a][b "]
 
 
-def test_a_template_is_chosen_by_the_tools():
+def test_tools_select_the_template():
     chats = ChatTemplate({"default": "plain", "tool_use": "{{ tools[0].name }}"}, {}, {})
     assert [chats.render(HELLO), chats.render(HELLO, tools=[{"name": "f"}])] == [["plain"], ["f"]]
     with pytest.raises(ChatTemplateError, match="no default among rag"):
@@ -126,7 +126,7 @@ def test_every_control_token_of_a_request_is_marked():
     assert f"{start}<eos>{end}" in forged
 
 
-def test_chats_of_several_threads_get_their_own_answers(chats):
+def test_each_thread_gets_its_own_answer(chats):
     def ask(i):
         return render(chats, CASES[-1], [[{"role": "user", "content": f"{i} " * 5000}]])
 
@@ -152,7 +152,7 @@ def test_a_renderer_that_was_killed_is_replaced(chats):
     assert render(chats, CASES[-1]) == ["hello"]
 
 
-def test_a_machine_that_is_too_busy_is_not_the_fault_of_the_chat(chats, monkeypatch):
+def test_a_timeout_on_a_busy_machine_does_not_blame_the_chat(chats, monkeypatch):
     render(chats, CASES[-1])
     with monkeypatch.context() as patched:
         patched.setattr(chat_template, "MOST_SECONDS_OF_WAITING", 0.3)
@@ -167,7 +167,7 @@ def test_a_machine_that_is_too_busy_is_not_the_fault_of_the_chat(chats, monkeypa
     assert render(chats, CASES[-1]) == ["hello"]
 
 
-def test_an_answer_that_was_not_read_is_given_to_no_other_chat(chats, monkeypatch):
+def test_an_unread_answer_is_not_given_to_another_chat(chats, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
@@ -186,7 +186,7 @@ def test_a_missing_package_is_named_by_the_program(monkeypatch):
     assert missing_extra(raised.value) == 'The package transformers is not installed: pip install ".[examples]"'
 
 
-def test_the_renderers_end_with_the_program():
+def test_renderers_exit_with_the_program():
     script = (
         "import os, sys; sys.path.insert(0, sys.argv[1]); from lib.chat_template import ChatTemplate\n"
         "chats = ChatTemplate('{{ 1 }}', {}, {}); chats.render([[]])\n"

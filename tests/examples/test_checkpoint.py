@@ -1,4 +1,4 @@
-"""Checkpoints that are not what they say: each is refused with one sentence."""
+"""Broken checkpoints: each is refused with one sentence."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def refused(folder) -> str:
         ({"attention_bias": True}, "holds no tensor"),
     ],
 )
-def test_fields_that_do_not_go_together(folder, changes, message):
+def test_inconsistent_fields_are_refused(folder, changes, message):
     write_checkpoint(folder, num_layers=2, **changes)
     assert re.search(message, refused(folder))
 
@@ -68,12 +68,12 @@ def test_fields_that_do_not_go_together(folder, changes, message):
         ("model.safetensors", "x" * 100, "cannot be read"),
     ],
 )
-def test_files_that_are_no_checkpoint(folder, file, content, message):
+def test_files_that_are_not_checkpoints(folder, file, content, message):
     (folder / file).write_text(content)
     assert message in refused(folder / file if file == "a.gguf" else folder)
 
 
-def test_files_that_are_missing_or_no_files(folder):
+def test_missing_files_and_folders_in_their_place(folder):
     (folder / "model.safetensors").unlink()
     os.mkfifo(folder / "model.safetensors")
     assert "model.safetensors is no regular file" in refused(folder)
@@ -82,7 +82,7 @@ def test_files_that_are_missing_or_no_files(folder):
     assert "holds no config.json" in refused(folder)
 
 
-def test_weights_are_those_of_model_safetensors_or_of_its_index(folder):
+def test_weights_come_from_model_safetensors_or_its_index(folder):
     tensors = write_checkpoint(folder)
     others = {name: -tensor for name, tensor in tensors.items()}
     for name in ("a", "model_old", "optimizer", "model-00001-of-00002", "zzz"):
@@ -144,7 +144,7 @@ def test_two_tensors_of_one_name_are_refused(folder):
     assert "it holds norm.weight twice" in refused(folder)
 
 
-def test_a_head_that_differs_is_used_though_the_config_ties_it(folder):
+def test_a_different_head_is_used_although_the_config_ties_it(folder):
     tensors = write_checkpoint(folder, tie_word_embeddings=True)
     model = load_model(read_checkpoint(folder), "float32")
     np.testing.assert_array_equal(model.lm_head.weight[...], tensors["lm_head.weight"])
@@ -153,8 +153,8 @@ def test_a_head_that_differs_is_used_though_the_config_ties_it(folder):
     assert load_model(read_checkpoint(folder), "float32").lm_head is None
 
 
-def test_transformers_is_imported_for_folders_only_and_says_nothing(folder):
-    """Its import is slower than all others."""
+def test_transformers_is_imported_only_for_folders_and_prints_nothing(folder):
+    """Importing transformers is slower than all other imports."""
     script = """
 import sys
 from pathlib import Path
@@ -206,7 +206,7 @@ def write_settings(folder, **files) -> None:
         file.write_text(json.dumps(fields | changes))
 
 
-def test_a_text_ends_at_every_token_that_a_file_names_as_its_end(folder):
+def test_a_text_ends_at_each_eos_token_of_any_file(folder):
     write_settings(folder, config=dict(eos_token_id=5), tokenizer_config=dict(eos_token="<eos>"))
     assert read_checkpoint(folder).tokenizer.eos_ids == (5, 299)
     write_settings(folder, generation_config=dict(eos_token_id=[7, 299]))
@@ -232,14 +232,14 @@ def test_a_text_ends_at_every_token_that_a_file_names_as_its_end(folder):
         (dict(do_sample=True, top_k=-1, max_new_tokens=2048, pad_token_id=0), {}),
     ],
 )
-def test_sampling_defaults_are_those_that_generation_config_sets(folder, caplog, fields, defaults):
+def test_sampling_defaults_come_from_generation_config(folder, caplog, fields, defaults):
     assert read_checkpoint(folder).sampling_defaults == {}
     write_settings(folder, generation_config=fields)
     assert read_checkpoint(folder).sampling_defaults == defaults
     assert not caplog.records
 
 
-def test_sampling_that_is_not_applied_is_reported(folder, caplog):
+def test_unsupported_sampling_is_reported(folder, caplog):
     write_settings(folder, generation_config=dict(repetition_penalty=1.1, min_p=0.0, top_p=0.8))
     assert read_checkpoint(folder).sampling_defaults == {"top_p": 0.8}
     assert [record.message for record in caplog.records] == [

@@ -1,4 +1,4 @@
-"""The examples as an operator sees them: closed pipes, full disks, Ctrl-C, wrong tokens."""
+"""The examples on a command line: closed pipes, full disks, Ctrl-C, wrong tokens."""
 
 import argparse
 import dataclasses
@@ -28,7 +28,7 @@ class Ended(BaseException):
 
 @pytest.fixture
 def end(monkeypatch):
-    """Runs a script's main with stdout and stderr of one's own; returns the exit code."""
+    """Runs a script's main with the given stdout and stderr. Returns the exit code."""
 
     def leave(code: int):
         raise Ended(code)
@@ -94,7 +94,7 @@ def stop() -> None:
     raise SystemExit(2)
 
 
-def test_the_code_of_a_script_is_what_main_returns(end):
+def test_the_exit_code_is_the_return_value_of_main(end):
     assert end(say_hello)[0] == 3
     assert end(lambda: None)[0] is None
     assert end(stop)[0] == 2
@@ -108,7 +108,7 @@ def test_the_code_of_a_script_is_what_main_returns(end):
         (OSError(28, "No space left on device"), 2, "The results cannot be written: No space left on device.\n"),
     ],
 )
-def test_results_that_nobody_takes(end, error, code, message):
+def test_closed_pipes_and_full_disks(end, error, code, message):
     ended, err = end(say_hello, io.TextIOWrapper(Broken(error)))
     assert ended == code
     assert err.endswith(message)
@@ -117,7 +117,7 @@ def test_results_that_nobody_takes(end, error, code, message):
     assert end(say_hello, io.TextIOWrapper(Broken(error)), broken)[0] == code
 
 
-def test_a_stream_of_ascii_gets_all_that_a_model_says(end):
+def test_an_ascii_stream_gets_the_whole_output(end):
     written = io.BytesIO()
     assert end(lambda: print("caf\u00e9 \udcff"), io.TextIOWrapper(written, encoding="ascii"))[0] is None
     assert written.getvalue() == b"caf\\xe9 \\udcff\n"
@@ -132,7 +132,7 @@ def test_refusals_are_one_sentence_and_code_2(end, error):
     assert (code, err.endswith(": It cannot be.\n")) == (2, True)
 
 
-def test_a_backend_that_is_not_there_is_one_sentence(monkeypatch, capsys):
+def test_a_missing_backend_is_one_sentence(monkeypatch, capsys):
     def start():
         raise RuntimeError("Unable to initialize backend 'nonsense'")
 
@@ -168,7 +168,7 @@ def test_tokens_beyond_the_vocabulary_are_refused(tiny):
         command_line.encode_prompts(["hello"], checkpoint, argparse.Namespace(chat=False))
 
 
-def test_sampling_is_that_of_the_command_line_else_the_model_else_the_script(tiny, capsys):
+def test_sampling_comes_from_the_command_line_then_the_model_then_the_script(tiny, capsys):
     parser = command_line.sampling_arguments(temperature=0.8)
     checkpoint = Checkpoint(tiny.config, tiny.tokenizer, {}, {"temperature": 0.6, "top_k": 20})
 

@@ -46,11 +46,11 @@ def test_short_requests_of_few_clients_stay_quick(server, num_clients):
         client.join()
     for own in seconds:
         assert len(own) == REQUESTS
-        # The bound leaves room for a busy machine. An estimate that feeds on its own wait grows without one.
+        # The bound allows for a busy machine. An estimate that includes its own wait would grow without bound.
         assert min(own[-15:]) < 3 * statistics.median(own[:15]) + 0.02
 
 
-def test_a_client_that_reads_slowly_holds_one_output_and_misses_no_token():
+def test_a_slow_reader_holds_one_output_and_misses_no_token():
     generation = Generation([1, 1], [([1], SamplingParams())] * 2)
     for count in (1, 2, 3):
         completion = Completion([7] * count, None, "length" if count == 3 else None)
@@ -64,7 +64,7 @@ def test_a_client_that_reads_slowly_holds_one_output_and_misses_no_token():
     assert asyncio.run(read()) == [(0, [7, 7, 7]), (1, [8])]
 
 
-def test_a_finished_completion_of_an_open_request_is_not_under_way(service):
+def test_a_finished_completion_of_an_open_request_is_not_running(service):
     engine = EngineThread(service.engine._engine, most_completions=4)
     generation = engine.open(4)
     assert engine.num_open == 4
@@ -98,7 +98,7 @@ def test_a_request_that_follows_an_answer_starts_with_the_next_slice(monkeypatch
         async with thread.running():
             other = asyncio.ensure_future(answer(9))
             await answer(6)
-            await asyncio.sleep(0.02)  # the way to the client and back
+            await asyncio.sleep(0.02)  # the round trip to the client
             await answer(1)
             await other
 
@@ -107,7 +107,7 @@ def test_a_request_that_follows_an_answer_starts_with_the_next_slice(monkeypatch
 
 
 def test_a_busy_event_loop_gets_several_tokens_at_once(monkeypatch):
-    monkeypatch.setattr(engine_thread, "LOOP_SHARE", 1e-9)  # whatever it does is too much
+    monkeypatch.setattr(engine_thread, "LOOP_SHARE", 1e-9)  # any work exceeds this share
     monkeypatch.setattr(engine_thread, "MOST_HELD_SECONDS", 0.5)
     engine = TimedEngine(num_seats=1, slice_seconds=0.02)
     thread = EngineThread(engine, most_completions=1)

@@ -1,4 +1,4 @@
-"""examples/decode_loop.py, and what each program says without the packages of its extra."""
+"""examples/decode_loop.py, and the message of each program without the packages of its extra."""
 
 import json
 import os
@@ -38,7 +38,7 @@ for line in sys.stdin:
 """
 
 
-def test_without_its_extra_a_program_has_help_and_names_the_extra(tmp_path):
+def test_a_program_without_its_extra_has_help_and_names_the_extra(tmp_path):
     model = [f"--model={tmp_path}"]
     readers = "generate", "parallel_sampling", "beam_search", "speculative"
     options = {name: [*model, "--prompt=a"] for name in readers} | dict(serve=[*model, "--port=0"])

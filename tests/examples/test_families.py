@@ -1,4 +1,4 @@
-"""The families of examples/lib/families.py on tiny random checkpoints, against what transformers gives for them."""
+"""The families of examples/lib/families.py on tiny random checkpoints, against results of transformers."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ from tests.examples.tiny_families import FAMILIES, GEMMA, HEADS, PLAIN, PROMPT, 
 
 EXPECTED = json.loads(Path(__file__).with_name("data").joinpath("families.json").read_text())
 NUM_BLOCKS, BLOCK_SIZE, CHUNK = 6, 4, 10
-# Wrong for nearly any field of a config, and the values that a Llama accepts.
+# Wrong values for nearly any field of a config, and the ones that a Llama accepts.
 WRONG = ["x", [], [1], {"a": {"b": 1}}, None, True, 0, -1, 0.5, float("nan"), 2**31, 10**40]
 HARMLESS = {
     "num_key_value_heads": [None],  # the number of heads: refused when the weights are read
@@ -42,7 +42,7 @@ HARMLESS = {
 
 
 def paged_values(checkpoint, num_tokens):
-    """The most likely tokens, and the logits of each. One program: the prompt in a step, then a token a step."""
+    """The most likely tokens, and the logits of each. One program: the prompt in one step, then one token per step."""
     model = load_model(checkpoint, "float32")
     graph, weights = nnx.split(model)
     sizes = dict(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
@@ -56,7 +56,7 @@ def paged_values(checkpoint, num_tokens):
         def step(carry, _):
             caches, allocator, tokens, count = carry
             allocator, slots, _ = allocator.append(count[None], q_len=CHUNK)
-            slots = jnp.roll(slots[0], count)  # the newest slots are at the end of the row
+            slots = jnp.roll(slots[0], count)  # the newest slots are at the row's end
             starts = jnp.stack([0 * count, count])
             caches, x = model(tokens, caches, jaxpaged.AttentionStep.create(allocator, slots, query_starts=starts))
             logits = model.logits(x[count - 1])
@@ -71,7 +71,7 @@ def paged_values(checkpoint, num_tokens):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_tokens_of_a_saved_folder_are_those_of_transformers(family, tmp_path):
+def test_logits_and_tokens_of_a_saved_folder_equal_transformers(family, tmp_path):
     save_family(tmp_path, family)
     expected = EXPECTED[family]
     tokens, logits = paged_values(read_checkpoint(tmp_path), len(expected["tokens"]))
@@ -80,7 +80,7 @@ def test_logits_and_tokens_of_a_saved_folder_are_those_of_transformers(family, t
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_published_folder_is_the_same_model_as_a_saved_one(family, tmp_path):
+def test_a_published_folder_equals_a_saved_one(family, tmp_path):
     save_family(tmp_path / "saved", family)
     write_family(tmp_path / "published", family)
     saved, published = (read_checkpoint(tmp_path / form) for form in ("saved", "published"))
@@ -90,7 +90,7 @@ def test_a_published_folder_is_the_same_model_as_a_saved_one(family, tmp_path):
     assert saved.tokenizer.chat_template == published.tokenizer.chat_template
 
 
-def test_without_its_window_a_model_gives_others(tmp_path):
+def test_without_its_window_a_model_gives_other_logits(tmp_path):
     write_family(tmp_path, "mistral")
     checkpoint = read_checkpoint(tmp_path)
     wrong = dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, windows=None))
@@ -100,12 +100,12 @@ def test_without_its_window_a_model_gives_others(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2"])
-def test_behind_an_engine(family, tmp_path):
+def test_in_an_engine(family, tmp_path):
     write_family(tmp_path, family)
     checkpoint = read_checkpoint(tmp_path)
     model = load_model(checkpoint, "float32")
     for layer in model.layers:
-        # For a batch-invariant engine, which compiles one kind of step and not three.
+        # A batch-invariant engine compiles one kind of step instead of three.
         layer.self_attn.settings = dataclasses.replace(layer.self_attn.settings, num_partitions=1)
     options = jaxpaged.EngineOptions(max_num_seqs=1, max_model_len=20, chunk_tokens=8, batch_invariant=True)
     engine = create_engine(model, checkpoint.config, options, block_size=BLOCK_SIZE, dtype="float32")
@@ -132,7 +132,7 @@ def test_a_latent_in_the_memory_of_a_server(tmp_path):
         assert serve.find_capacity(config, arguments).bytes_per_token == 2 * (16 + 4) * 4
 
 
-def test_weights_of_8_bits_with_a_factor_a_block(tmp_path):
+def test_weights_of_8_bits_with_block_scales(tmp_path):
     write_family(tmp_path, "deepseek_v3", quantization_config=dict(quant_method="fp8", weight_block_size=[16, 12]))
     name = "model.layers.1.self_attn.kv_b_proj.weight"
     factors = np.asarray([[1, 3], [2, 5], [0.5, 7], [4, 9]], np.float32)
@@ -146,7 +146,7 @@ def test_weights_of_8_bits_with_a_factor_a_block(tmp_path):
         np.testing.assert_array_equal(projection.kernel[...].T, of_head.reshape(-1, 16))
 
 
-def test_layers_that_draft_are_left_out(tmp_path):
+def test_drafting_layers_are_skipped(tmp_path):
     def write(**changes):
         write_family(tmp_path, "deepseek_v3", **changes)
         with changed_tensors(tmp_path / "model.safetensors") as tensors:
@@ -171,7 +171,7 @@ def make_config(family, **changes):
     return read_config(Fields(tiny_families.make_config(family, **changes)))
 
 
-def test_what_configs_leave_out():
+def test_defaults_of_missing_config_fields():
     windows = make_config("gemma3_text", num_hidden_layers=12, sliding_window_pattern=6).windows
     assert windows == (*[6] * 5, None) * 2
     assert make_config("gpt_oss", sliding_window=128).windows == make_config("gemma2", sliding_window=128).windows
@@ -261,7 +261,7 @@ def test_the_rotary_fields_of_two_generations():
             "gemma3_text",
             dict(rope_parameters=dict(rope_type="linear")),
             "its rope_type is linear, which",
-        ),  # no kind
+        ),  # no type
         (
             "gemma3",
             dict(text_config=dict(altup_num_inputs=4)),
@@ -270,14 +270,14 @@ def test_the_rotary_fields_of_two_generations():
         ("gemma3", dict(text_config={}, audio_config=5), "its audio_config is 5, which is not known here; if"),
     ],
 )
-def test_what_is_refused_by_name(family, changes, message):
+def test_unsupported_features_are_refused_by_name(family, changes, message):
     with pytest.raises((KeyError, ValueError)) as error:
         make_config(family, **changes)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_fields_of_published_configs_that_change_nothing(tmp_path):
+def test_published_fields_without_effect(tmp_path):
     files = dict(_name_or_path="x", architectures=["LlamaForCausalLM"], torch_dtype="bfloat16", pad_token_id=0)
     training = dict(attention_dropout=0.0, initializer_range=0.02, use_cache=True, unsloth_fixed=True)
     of_generation = dict(temperature=0.6, cache_implementation="hybrid", max_length=20)
@@ -315,7 +315,7 @@ def test_the_context_of_yarn():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_wrong_value_of_any_field_is_refused_in_one_clause_or_harmless(family):
+def test_a_wrong_value_of_any_field_is_harmless_or_refused_in_one_clause(family):
     config = tiny_families.make_config(family)
     scaling = config.get("rope_scaling", tiny_families.LLAMA3)
     names = {*config, *AutoConfig.for_model(family).to_dict(), "rope_scaling", "rope_parameters", "per_layer_config"}

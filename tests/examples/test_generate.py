@@ -1,4 +1,4 @@
-"""examples/generate.py on a tiny random checkpoint: right tokens, whatever the blocks and the batch; clear refusals."""
+"""examples/generate.py on a tiny random checkpoint: right tokens for any blocks and batch, and clear refusals."""
 
 import functools
 import re
@@ -18,7 +18,7 @@ PROMPTS = ["Hello there, paged world", "a", "The quick brown fox jumps over it"]
 
 @pytest.fixture
 def expected(tiny):
-    """The tokens after a JSON line's prompt, by the model that is not paged."""
+    """The tokens after a JSON line's prompt, by a model without paging."""
     return lambda line, count: greedy(tiny.tensors, line["prompt_tokens"], count)
 
 
@@ -29,12 +29,12 @@ def run(tiny, run_generate):
 
 @pytest.fixture
 def without_generation(monkeypatch):
-    """Prompts are read, and no token is generated: nothing is compiled."""
+    """Reads prompts but generates no token, so nothing is compiled."""
     monkeypatch.setattr(generate, "run_generation", lambda model, state, *_, **options: (state, Timing(1, 1, 1)))
 
 
 @pytest.mark.parametrize(("tied", "num_layers"), [(False, 2), (True, 1)])
-def test_tokens_are_those_of_a_model_that_is_not_paged(tmp_path, run, tied, num_layers):
+def test_tokens_equal_a_model_that_is_not_paged(tmp_path, run, tied, num_layers):
     tensors = write_checkpoint(tmp_path / "model", seed=5, tied=tied, num_layers=num_layers)
     code, lines, _ = run(model=tmp_path / "model")
     assert code == 0
@@ -44,7 +44,7 @@ def test_tokens_are_those_of_a_model_that_is_not_paged(tmp_path, run, tied, num_
         assert line["tokens"] == greedy(tensors, line["prompt_tokens"], 12)
 
 
-def test_the_result_depends_on_the_prompt_alone(run, expected):
+def test_the_result_depends_only_on_the_prompt(run, expected):
     prompts = ["another one", *PROMPTS[::-1], *PROMPTS]
     code, lines, _ = run("--block-size", 64, "--num-blocks", 100, "--stream", prompts=prompts)
     assert code == 0
@@ -71,7 +71,7 @@ def test_long_prompts_are_prefilled_in_chunks(run, expected, monkeypatch):
         assert line["tokens"] == expected(line, 12)
 
 
-def test_sampling_follows_the_seed_and_not_the_place_in_the_batch(run):
+def test_sampling_depends_on_the_seed_and_not_on_the_row(run):
     hot, prompts = ["--temperature", 5.0], [*PROMPTS, PROMPTS[1]]
     first, again, other = (
         [line["tokens"] for line in run(*hot, "--seed", seed, prompts=order)[1]]
@@ -92,7 +92,7 @@ def test_the_narrowest_sampling_is_greedy(run):
 def test_eos_stops_and_is_the_last_token_unless_ignored(run, tmp_path):
     _, lines, _ = run()
     tokens = lines[0]["tokens"]
-    eos = tokens[3]  # some token that did come out, used as eos
+    eos = tokens[3]  # a generated token, used as eos
     write_checkpoint(tmp_path, eos_token_id=[eos, EOS])
     _, stopped, _ = run(model=tmp_path)
     assert stopped[0]["tokens"] == tokens[: tokens.index(eos) + 1]
@@ -100,8 +100,8 @@ def test_eos_stops_and_is_the_last_token_unless_ignored(run, tmp_path):
     assert ignored[0]["tokens"] == tokens
 
 
-def test_blocks_come_back_inside_the_loop(run):
-    # Row 1 needs 4 blocks in the end and finds one until row 0, at its limit of context, has given its 16 back.
+def test_blocks_are_freed_inside_the_loop(run):
+    # Row 1 needs 4 blocks at the end. It finds only one until row 0 reaches its context limit and frees its 16.
     long = "x" * (CONTEXT - 4)
     code, lines, err = run("--block-size", 8, "--num-blocks", 1 + 16 + 1, tokens=30, prompts=[long, "abc"])
     assert code == 0
@@ -110,7 +110,7 @@ def test_blocks_come_back_inside_the_loop(run):
 
 
 def test_running_out_of_blocks_marks_the_sequence_and_the_others_complete(run, expected):
-    # Both need a third block at the same step and none is free: the last one makes room.
+    # Both need a third block in the same step and none is free: the last row frees its blocks.
     code, lines, err = run("--block-size", 8, "--num-blocks", 1 + 4, tokens=20, prompts=["abcdefgh", "ijklmnop"])
     assert code == 3
     finished, starved = lines
@@ -136,13 +136,13 @@ def test_bfloat16(run):
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16")])
-def test_the_default_dtype_is_one_that_the_kernels_take(monkeypatch, backend, dtype):
+def test_the_default_dtype_suits_the_kernels(monkeypatch, backend, dtype):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     assert generate.parse_arguments([]).dtype == dtype
     assert generate.parse_arguments(["--dtype=float32"]).dtype == "float32"
 
 
-def test_what_a_person_sees(run):
+def test_printed_output(run):
     code, out, _ = run(as_json=False)
     assert code == 0
     for prompt in PROMPTS:
@@ -154,7 +154,7 @@ def test_what_a_person_sees(run):
         assert re.search(r"kernel:  prefill xla, decode xla, compiled in [\d.]+ s for cpu", out)
 
 
-def test_a_stream_is_the_text(run):
+def test_streamed_pieces_join_to_the_text(run):
     _, lines, _ = run()
     _, out, _ = run("--stream", prompts=PROMPTS[:1], as_json=False)
     assert out.startswith(lines[0]["text"].rstrip("\ufffd"))
@@ -173,7 +173,7 @@ def test_a_chat_template_that_fails(run, tmp_path, without_generation):
 def test_a_limit_beyond_the_context_reserves_no_more_than_the_context(run):
     code, lines, err = run(prompts=["x" * CONTEXT], tokens=10**10)
     assert code == 0
-    assert len(lines[0]["tokens"]) == 1  # one past the context, which is computed whole
+    assert len(lines[0]["tokens"]) == 1  # one past the context, which is computed completely
     assert f"would reserve {CONTEXT // 16}," in err
 
 

@@ -1,4 +1,4 @@
-"""Models by their name on the Hugging Face hub, without a network."""
+"""Models by name on the Hugging Face hub, without a network."""
 
 import socket
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_a_name_is_downloaded_with_the_files_that_are_read(tmp_path, monkeypatch
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache of the hub, and a hub that cannot be reached."""
+    """An empty hub cache, and an unreachable hub."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
     return tmp_path / "hub"
@@ -76,7 +76,7 @@ def test_without_a_network_the_command_to_type_is_named(cache):
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_a_model_that_needs_a_login_says_so(monkeypatch):
+def test_a_model_that_needs_a_login_is_reported(monkeypatch):
     def snapshot_download(*_, **options):
         response = SimpleNamespace(headers={}, request=None)
         raise huggingface_hub.errors.GatedRepoError("401 Client Error.\nAccess is restricted.", response=response)
@@ -88,7 +88,7 @@ def test_a_model_that_needs_a_login_says_so(monkeypatch):
     assert str(error.value).endswith("type: hf auth login && hf download some-org/Tiny-0.1B")
 
 
-def test_a_hub_that_does_not_answer_is_not_waited_for(cache, monkeypatch):
+def test_an_unresponsive_hub_times_out(cache, monkeypatch):
     monkeypatch.setattr(hub, "SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
@@ -97,7 +97,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(cache, monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["missing", "/a/b", "a/b/c", "a/b.gguf", "../b", "a/.."])
-def test_a_path_is_no_name(path, monkeypatch):
+def test_a_path_is_not_looked_up_on_the_hub(path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     with pytest.raises(CheckpointError, match=r"^There is no checkpoint at \S+\.$"):
         read_checkpoint(Path(path))

@@ -1,4 +1,4 @@
-"""examples/parallel_sampling.py: the tokens of a loop that never shares, from fewer blocks."""
+"""examples/parallel_sampling.py: the same tokens as a loop without sharing, from fewer blocks."""
 
 from types import SimpleNamespace
 
@@ -38,14 +38,14 @@ def repeat(rows):
     return [row for row in rows for _ in range(3)]
 
 
-def test_greedy_tokens_are_those_of_a_model_that_shares_nothing(tiny, prompts, monkeypatch):
+def test_greedy_tokens_equal_a_model_without_sharing(tiny, prompts, monkeypatch):
     expected = [greedy(tiny.tensors, prompt, 12, None) for prompt in prompts]
     state, num_shared = complete(tiny, prompts, 0.0)
     assert generated(state) == repeat(expected)
     assert state.allocator.broken_invariants() == ()
     assert int(state.allocator.num_held) == 0
     assert num_shared == 3  # the full blocks; the partly filled ones of the first two prompts have copies
-    # In the end a completion's 34, 12 or 19 tokens fill 5, 2 and 3 blocks.
+    # At the end a completion has 34, 12 or 19 tokens in 5, 2 or 3 blocks.
     assert int(state.peak_unshared) == 3 * (5 + 2 + 3)
     assert int(state.peak_blocks) == 3 * (5 + 2 + 3) - 2 * num_shared == state.allocator.num_blocks - 1
 
@@ -58,7 +58,7 @@ def test_greedy_tokens_are_those_of_a_model_that_shares_nothing(tiny, prompts, m
     assert wrong[1] != expected[0]
 
 
-def test_samples_are_those_of_a_loop_that_never_shares(tiny, prompts, monkeypatch):
+def test_samples_equal_a_loop_without_sharing(tiny, prompts, monkeypatch):
     apart, none_shared = complete(tiny, repeat(prompts), 2.0, num_completions=1)
     checked = read_compiled(monkeypatch, parallel_sampling, "complete")
     state, num_shared = complete(tiny, prompts, 2.0)
@@ -69,7 +69,7 @@ def test_samples_are_those_of_a_loop_that_never_shares(tiny, prompts, monkeypatc
     assert int(state.peak_blocks) == int(apart.peak_blocks) - 2 * num_shared
 
 
-def test_what_a_person_sees(tiny, printed):
+def test_printed_output(tiny, printed):
     rows = np.array([tiny.tokenizer.encode(text) for text in ("cd", "ef", "gh", "ij")])
     blocks = dict(peak_blocks=np.array(5), peak_unshared=np.array(8))
     result = SimpleNamespace(tokens=rows, num_tokens=np.array([2, 2, 1, 2]), **blocks), 1

@@ -1,4 +1,4 @@
-"""examples/lib/reasoning.py: the model's control tokens part reasoning from content, however the tokens arrive."""
+"""examples/lib/reasoning.py: control tokens separate reasoning from content, however the tokens arrive."""
 
 import re
 
@@ -24,7 +24,7 @@ def gpt_oss():
 
 
 def split(tokenizer, prompt, answer, stops=(), **options):
-    """Reasoning and content, which do not depend on the cuts; and the number of tokens that were read."""
+    """Reasoning and content, checked for many cuts of the text, and the number of tokens read."""
     prompt_ids, ids = (tokenizer.encode(text) for text in (prompt, answer))
     results = []
     for at_once in (len(ids), 1, 2, 5):
@@ -42,9 +42,9 @@ def split(tokenizer, prompt, answer, stops=(), **options):
     ("prompt", "answer", "reasoning", "content"),
     [
         ("Hi", "<think>\nWell\u2026</think>\n\nYes", "\nWell\u2026", "\n\nYes"),
-        ("Hi<think>\n", "Well</think>Yes", "Well", "Yes"),  # as templates of DeepSeek R1 end
-        ("Hi<think>\n\n</think>\n\n", "Yes", "", "Yes"),  # as Qwen3 with enable_thinking off
-        ("<think>a</think>b<think>", "Well", "Well", ""),  # the limit came before the end
+        ("Hi<think>\n", "Well</think>Yes", "Well", "Yes"),  # the end of DeepSeek R1's templates
+        ("Hi<think>\n\n</think>\n\n", "Yes", "", "Yes"),  # Qwen3 without enable_thinking
+        ("<think>a</think>b<think>", "Well", "Well", ""),  # the limit is reached before the end
         ("Hi", "Yes", "", "Yes"),
         ("Hi", "<think>a</think>b<think>c</think>d", "ac", "bd"),
         ("Hi", "<think>Well \u20ac</think>\u20ac", "Well \u20ac", "\u20ac"),
@@ -95,7 +95,7 @@ def test_a_model_without_marks_has_only_content():
     assert split(plain, "Hi", "<think>a</think>b")[:2] == ("", "<think>a</think>b")
 
 
-def test_a_control_token_that_is_no_mark_is_shown_only_if_wanted(qwen):
+def test_other_control_tokens_are_shown_only_on_request(qwen):
     assert split(qwen, "Hi", "<think>a</s></think>b</s>")[:2] == ("a", "b")
     shown = split(qwen, "Hi", "<think>a</s></think>b</s>", skip_special_tokens=False)
     assert shown[:2] == ("a</s>", "b</s>")

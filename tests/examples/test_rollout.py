@@ -51,7 +51,7 @@ def test_drafts_change_no_token():
     assert engine.stats().num_accepted > 0
 
 
-def test_what_a_person_sees(run, monkeypatch, capsys):
+def test_printed_output(run, monkeypatch, capsys):
     def train(num_rounds, seed, num_drafts):
         assert (num_rounds, seed, num_drafts) == (11, 2, 3)
         return run[:11]

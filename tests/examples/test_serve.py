@@ -1,4 +1,4 @@
-"""examples/serve.py, asked by the real `openai` client: texts, streams, stop strings, chats."""
+"""examples/serve.py with the real `openai` client: texts, streams, stop strings, chats."""
 
 import collections
 import json
@@ -12,7 +12,7 @@ from tests.examples.tiny_families import PROMPT as PROMPT_OF_FAMILIES
 from tests.examples.tiny_families import write_family
 
 
-def test_completions_are_those_of_the_model(server, tiny):
+def test_completions_equal_the_model(server, tiny):
     prompts = [PROMPT, "a", "12345678"]
     ids = [tiny.tokenizer.encode(prompt) for prompt in prompts]
     expected = [greedy(tiny.tensors, prompt, 12) for prompt in ids]
@@ -26,10 +26,10 @@ def test_completions_are_those_of_the_model(server, tiny):
 
 
 @pytest.mark.parametrize("call", [complete, chat])
-def test_a_stream_says_the_same_piece_by_piece(server, call):
-    # Hot: most bytes that come are no text, and many are parts of characters.
+def test_streamed_pieces_join_to_the_answer(server, call):
+    # At a high temperature most bytes are no text, and many are parts of characters.
     options = dict(max_tokens=30, temperature=1.5, seed=3, n=2, top_p=0.99, extra_body={"top_k": 200})
-    call(server, **options)  # so that both answers below find the prompt in the prefix cache
+    call(server, **options)  # caches the prompt for both answers below
     whole = call(server, **options)
     chunks = list(call(server, **options, stream=True, stream_options={"include_usage": True}))
     pieces, reasons = ["", ""], [None, None]
@@ -60,7 +60,7 @@ def test_a_chat_is_rendered_and_its_control_tokens_are_text(server, tiny):
         assert answer.choices[0].message.content == tiny.tokenizer.decode(expected)
         assert answer.usage.prompt_tokens == len(prompt)
         assert answer.usage.completion_tokens == len(expected)
-    # Without a limit, up to what a request may have.
+    # Without a limit, up to the maximum of a request.
     answer = chat(server, temperature=1.0, seed=1)
     assert answer.choices[0].finish_reason == "stop" or answer.usage.total_tokens == 128
 
@@ -83,7 +83,7 @@ def test_a_stop_string_ends_the_text(server, includes):
 
 
 @pytest.mark.parametrize("ended", [0, 1, 2])
-def test_a_stop_string_ends_one_completion_and_the_others_go_on(server, ended):
+def test_a_stop_string_ends_one_completion_and_the_others_continue(server, ended):
     engine = server.engine
     options = dict(prompt=[PROMPT, "12345678"], max_tokens=60, temperature=2, seed=4, n=2)
     expected = texts(complete(server, **options))
@@ -111,8 +111,8 @@ def test_choices_are_in_the_order_of_the_prompts(server):
 
 
 @pytest.mark.slow
-def test_latents_behind_the_server(tmp_path):
-    """A prompt, and again as the prefix cache knows it: the tokens of transformers."""
+def test_a_server_with_a_latent_model(tmp_path):
+    """The tokens equal transformers', for a new prompt and for a cached one."""
     write_family(tmp_path, "deepseek_v3")
     tokens = json.loads(Path(__file__).with_name("data").joinpath("families.json").read_text())["deepseek_v3"]["tokens"]
     service = make_service(tmp_path, "--max-model-len=32")

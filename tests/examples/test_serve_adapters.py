@@ -1,4 +1,4 @@
-"""Adapters that examples/serve.py serves, from its start or loaded while it runs."""
+"""Adapters of examples/serve.py, given at the start or loaded while it runs."""
 
 import json
 import threading
@@ -40,7 +40,7 @@ def names(server):
 def assert_serves(server, tiny, name, added):
     prompt = tiny.tokenizer.encode(PROMPT * 2)
     merged = tiny.tensors | {layer: tiny.tensors[layer] + more for layer, more in added.items()}
-    for _ in range(2):  # the second time the prefix cache knows the prompt
+    for _ in range(2):  # the prompt is cached in the second round
         answer = complete(server, model=name, prompt=prompt, max_tokens=10)
         assert (answer.model, *texts(answer)) == (name, tiny.tokenizer.decode(greedy(merged, prompt, 10)))
 
@@ -71,7 +71,7 @@ def test_an_adapter_is_loaded_replaced_and_unloaded(runtime_server, tiny, adapte
     assert unload(server, "other")[0] == 200
 
 
-def test_a_slot_is_free_when_the_last_request_with_it_has_ended(runtime_server, adapters, monkeypatch):
+def test_a_slot_is_freed_when_its_last_request_ends(runtime_server, adapters, monkeypatch):
     server, folder = runtime_server, str(adapters["large"][0])
     engine, may_step = server.engine._engine, threading.Event()
     step = engine.step

@@ -1,4 +1,4 @@
-"""Requests as real clients send them: recorded bodies of many, the `openai` client itself, and the soak's patterns."""
+"""Requests of real clients: recorded bodies of many, the `openai` client itself, and the soak's patterns."""
 
 import asyncio
 import itertools
@@ -19,7 +19,7 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "d", "par
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "P", "strict": True, "schema": {"type": "object"}}}
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 # Recorded from guidellm 0.8.1, litellm, langchain-openai 1.7, instructor 1.17, llama-index and ai 6.0;
-# only the texts are shorter. A chat without messages has those of `chat_body`.
+# only the texts are shorter. A chat without messages gets the messages of `chat_body`.
 ANSWERED = {
     "guidellm, chat": dict(
         messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
@@ -118,8 +118,8 @@ def test_a_client_is_refused_in_a_clear_sentence(server, name):
     assert (status // 100, message in json.loads(answer)["error"]["message"]) == (4, True), answer
 
 
-def test_a_day_of_the_openai_client(server):
-    """Its helpers, raw answers, errors and retries, and many clients at once."""
+def test_helpers_errors_and_retries_of_the_openai_client(server):
+    """Helpers, raw answers, errors and retries, and many clients at once."""
     client = server.client
     raw = client.chat.completions.with_raw_response.create(model="model", messages=[USER], max_tokens=4)
     assert raw.headers["x-request-id"] == raw.parse()._request_id
@@ -146,7 +146,7 @@ def test_a_day_of_the_openai_client(server):
         client.with_options(timeout=1e-4).completions.create(model="model", prompt="a")
 
     async def ask_many():
-        options = dict(base_url=str(client.base_url), api_key=KEY, max_retries=20)  # after 429, which is for most
+        options = dict(base_url=str(client.base_url), api_key=KEY, max_retries=20)  # after 429, which most requests get
         async with openai.AsyncOpenAI(**options) as many:
             options = dict(model="model", prompt=PROMPT, max_tokens=4, temperature=0)
             return await asyncio.gather(*(many.completions.create(**options) for _ in range(24)))

@@ -1,4 +1,4 @@
-"""Connections to examples/serve.py: clients that leave or close half of theirs, a full queue, draining, failures."""
+"""Connections to examples/serve.py: disconnects, half-closed connections, a full queue, draining, failures."""
 
 import contextlib
 import json
@@ -50,7 +50,7 @@ def drain(server, number=signal.SIGTERM):
     wait_for(lambda: server.engine.is_draining)
 
 
-def test_a_client_that_leaves_gives_its_blocks_back(server, gate, monkeypatch):
+def test_blocks_of_a_disconnected_client_are_freed(server, gate, monkeypatch):
     monkeypatch.setattr(http_server, "PROBE_SECONDS", 0.05)
     engine = server.engine
     before = engine.finished["abort"]
@@ -58,7 +58,7 @@ def test_a_client_that_leaves_gives_its_blocks_back(server, gate, monkeypatch):
         for _ in range(2):
             clients.enter_context(complete(server, **LONG, stream=True))
             send(clients.enter_context(connected(server)), content=body(**LONG).encode())
-        wait_for(lambda: sum(bool(generation.requests) for generation in list(engine._open)) == 4)  # they are sent
+        wait_for(lambda: sum(bool(generation.requests) for generation in list(engine._open)) == 4)  # all are sent
     wait_for(lambda: not server.server.server_state.tasks)  # while the engine does no step
     gate.set()
     wait_for(lambda: engine.num_open == 0)
@@ -85,7 +85,7 @@ def test_a_half_closed_client_gets_its_answer(server, gate, monkeypatch, is_stre
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/health"])
-def test_a_body_of_two_lengths_is_refused_and_what_follows_is_not_read(server, path):
+def test_a_body_with_two_lengths_is_refused_and_the_rest_is_not_read(server, path):
     smuggled = b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: here\r\n\r\n"
     with connected(server) as connection:
         send(connection, path, smuggled, f"Content-Length: {len(smuggled)}", "Transfer-Encoding: chunked")
@@ -95,7 +95,7 @@ def test_a_body_of_two_lengths_is_refused_and_what_follows_is_not_read(server, p
     assert "A request has Content-Length or Transfer-Encoding, not both." in answer
 
 
-def test_a_full_queue_says_when_to_come_again(server, gate):
+def test_a_full_queue_answers_with_retry_after(server, gate):
     streams = [complete(server, max_tokens=4, n=5, stream=True) for _ in range(2)]  # 4 seats, and 6 wait
     status, headers, answer = ask(server, body=body())
     assert (status, headers["Retry-After"]) == (429, "1")
@@ -106,7 +106,7 @@ def test_a_full_queue_says_when_to_come_again(server, gate):
     assert complete(server, max_tokens=1).choices
 
 
-def test_draining_finishes_what_is_under_way_and_takes_nothing_new(service, gate):
+def test_draining_finishes_running_requests_and_refuses_new_ones(service, gate):
     with running(service) as server:
         stream = complete(server, **LONG, stream=True)
         drain(server)
@@ -119,7 +119,7 @@ def test_draining_finishes_what_is_under_way_and_takes_nothing_new(service, gate
         assert not server.thread.is_alive()
 
 
-@pytest.mark.usefixtures("server")  # the first sets up logging, which must not meet capfd's stderr
+@pytest.mark.usefixtures("server")  # starts a server first: its logging must not use capfd's stderr
 @pytest.mark.parametrize("num_signals", [1, 2])
 def test_a_body_that_never_ends_does_not_delay_the_end(service, monkeypatch, capfd, num_signals):
     monkeypatch.setattr(http_server, "FLUSH_SECONDS", 0.2 if num_signals == 1 else 60)
@@ -148,17 +148,17 @@ def test_an_interrupt_as_soon_as_it_serves_is_not_lost(tiny):
     assert (process.returncode, rest) == (0, "Draining for at most 30 seconds.\n")
 
 
-def test_draining_aborts_what_takes_too_long(service, gate):
+def test_draining_aborts_slow_requests(service, gate):
     with running(service, drain_seconds=0.05) as server:
         stream = complete(server, **LONG, stream=True)
-        wait_for(gate.is_reached)  # so the request has left the inbox
+        wait_for(gate.is_reached)  # the request has left the inbox
         drain(server, signal.SIGINT)
         wait_for(lambda: not server.engine._inbox.empty())  # the abort
         gate.set()
         assert list(stream)[-1].choices[0].finish_reason == "abort"
 
 
-def test_draining_does_not_wait_for_a_prompt_that_is_read_too_long(service, monkeypatch):
+def test_draining_does_not_wait_for_a_slow_prompt(service, monkeypatch):
     read, encode = threading.Event(), completions.encode
     monkeypatch.setattr(completions, "encode", lambda service, ask: read.wait(60) and encode(service, ask))
     with running(service, drain_seconds=0.05) as server:
@@ -184,7 +184,7 @@ def test_an_engine_that_fails_ends_the_server(service, monkeypatch, error):
             engine.step()
         try:
             raise error("out of memory")
-        except RuntimeError as failure:  # as a lost engine does
+        except RuntimeError as failure:  # like a lost engine
             raise RuntimeError("this engine is lost") from failure
 
     with running(service) as server:

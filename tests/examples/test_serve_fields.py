@@ -1,4 +1,4 @@
-"""Fields of requests that are vLLM's: neutral values, stop tokens, token ids, special tokens, usage in each chunk."""
+"""Request fields of vLLM: neutral values, stop tokens, token ids, special tokens, usage in each chunk."""
 
 import dataclasses
 import math
@@ -54,7 +54,7 @@ def test_the_arguments_of_the_template_reach_it():
     assert conversation["chat_template_kwargs"] == {"reasoning_effort": "low", "enable_thinking": False}
 
 
-def test_defaults_of_sampling_hold_for_what_a_request_leaves_out(server):
+def test_sampling_defaults_apply_to_missing_fields(server):
     service = dataclasses.replace(server.service, sampling_defaults={"temperature": 0.7, "top_p": 0.9, "top_k": 20})
     params = read(body(temperature=1.5, top_k=-1, min_p=0.1), service).params
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.5, 0.9, 0, 0.1)
@@ -80,7 +80,7 @@ def test_a_stop_token_ends_the_text_before_it(server, tiny):
         assert text_of(complete(server, stream=True, **options)) == choice.text
 
 
-def test_text_goes_on_after_its_end_with_ignore_eos(server):
+def test_ignore_eos_continues_after_the_end(server):
     options = dict(max_tokens=100, temperature=2, n=8, seed=1)
     whole = complete(server, **options)
     ended = next(choice.index for choice in whole.choices if choice.finish_reason == "stop")
@@ -95,7 +95,7 @@ def test_text_goes_on_after_its_end_with_ignore_eos(server):
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_token_ids_are_returned(server, tiny, is_streamed):
-    """In the forms of vLLM: a completion's prompt is in each choice, a chat's in the answer."""
+    """As in vLLM, a completion's prompt is in each choice and a chat's prompt is in the answer."""
     options = dict(max_tokens=6, stream=is_streamed, extra_body={"return_token_ids": True})
     prompts = [tiny.tokenizer.encode(prompt) for prompt in (PROMPT, "a")]
     (conversation,) = tiny.tokenizer.encode_conversations([[{"role": "user", "content": PROMPT}]])
@@ -111,7 +111,7 @@ def test_token_ids_are_returned(server, tiny, is_streamed):
     assert not hasattr(complete(server, max_tokens=1).choices[0], "token_ids")
 
 
-def test_the_usage_says_how_much_of_a_prompt_was_cached(server):
+def test_usage_reports_the_cached_part_of_a_prompt(server):
     prompt = "It was not cached before. " * 3
     cached = [complete(server, prompt=[prompt, "b"], max_tokens=1).usage.prompt_tokens_details for _ in range(2)]
     assert [details.cached_tokens for details in cached] == [0, (len(prompt) - 1) // 8 * 8]
@@ -129,7 +129,7 @@ def test_each_chunk_can_have_the_usage(server, call):
 
 
 @pytest.mark.parametrize("wrong", [-math.inf, math.nan])
-def test_logprobs_that_json_does_not_have_are_very_low(server, monkeypatch, wrong):
+def test_infinite_logprobs_become_very_low_numbers(server, monkeypatch, wrong):
     engine = server.engine._engine
     step = engine.step
 

@@ -17,7 +17,7 @@ def entries_of(chunks):
     return [entry for chunk in chunks for entry in chunk.choices[0].logprobs.content]
 
 
-def test_logprobs_are_those_of_the_tokens(server, tiny):
+def test_logprobs_match_the_tokens(server, tiny):
     found = complete(server, max_tokens=6, logprobs=0).choices[0].logprobs
     prompt = tiny.tokenizer.encode(PROMPT)
     tokens = greedy(tiny.tensors, prompt, 6)
@@ -28,7 +28,7 @@ def test_logprobs_are_those_of_the_tokens(server, tiny):
 
 
 def test_the_bytes_of_all_tokens_are_the_text(server):
-    """Also of tokens that are parts of characters, which have no text of their own."""
+    """Includes tokens that are parts of characters and have no text."""
     options = dict(max_tokens=40, temperature=1.5, seed=3, logprobs=True, top_logprobs=2)
     choice = chat(server, **options).choices[0]
     content = choice.logprobs.content
@@ -40,22 +40,22 @@ def test_the_bytes_of_all_tokens_are_the_text(server):
 
 
 def likely(tiny, tokens, count):
-    """By its text: the logprobs of the `count` most likely tokens after these, and of one more token."""
+    """By their text, the logprobs of the `count` most likely tokens after these, and of one more token."""
     logprobs = logprobs_after(tiny, tokens[:-1])
     order = [*np.argsort(-logprobs)[:count].tolist(), tokens[-1]]
     return {tiny.tokenizer.token_text(token): pytest.approx(logprobs[token], abs=1e-3) for token in reversed(order)}
 
 
 def joined(pieces):
-    """The fields of logprobs of a completion's stream, each as one list."""
+    """Each logprobs field of a completion's stream, joined into one list."""
     parts = [chunk.choices[0].logprobs.model_dump() for chunk in pieces]
     return {name: [entry for part in parts for entry in part[name]] for name in parts[0]}
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_top_logprobs_are_those_of_the_model(server, tiny, count):
+def test_top_logprobs_equal_the_model(server, tiny, count):
     tokens = tiny.tokenizer.encode(PROMPT)
-    options = dict(temperature=1.5, seed=4, max_tokens=6, logprobs=count)  # so that others than the likeliest are drawn
+    options = dict(temperature=1.5, seed=4, max_tokens=6, logprobs=count)  # so that less likely tokens are drawn
     found = complete(server, **options).choices[0].logprobs
     for text, logprob, entries in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
         with_text = [token for token in range(VOCAB) if tiny.tokenizer.token_text(token) == text]
@@ -65,7 +65,7 @@ def test_top_logprobs_are_those_of_the_model(server, tiny, count):
     assert any(len(entries) > count for entries in found.top_logprobs)
     assert joined(complete(server, stream=True, **options)) == found.model_dump()
     options = dict(max_tokens=6, logprobs=True, top_logprobs=count)
-    chat(server, **options)  # its prompt is found by both that are compared, so that their last bits are equal
+    chat(server, **options)  # caches the prompt for both compared calls, so that their bits are equal
     content = chat(server, **options).choices[0].logprobs.content
     for entry in content:
         assert entry.top_logprobs[0].model_dump() == entry.model_dump(exclude={"top_logprobs"})
@@ -77,7 +77,7 @@ def test_top_logprobs_are_those_of_the_model(server, tiny, count):
 @pytest.mark.parametrize("max_tokens", [0, 1, 5])
 @pytest.mark.parametrize("is_text", [True, False])
 def test_an_echo_has_the_logprobs_of_the_prompt(server, tiny, max_tokens, is_text):
-    """As lm-eval's local-completions does, with several prompts at once; the second time they are cached."""
+    """Like lm-eval's local-completions, with several prompts at once, which are cached in the second round."""
     prompts = [PROMPT, "a", "The quick brown"]
     ids = [tiny.tokenizer.encode(prompt) for prompt in prompts]
     options = dict(prompt=prompts if is_text else ids, max_tokens=max_tokens, echo=True)
@@ -106,7 +106,7 @@ def test_an_echo_and_its_completion_share_a_character(server, tiny, max_tokens):
     assert choice.logprobs.text_offset[: len(prompt)] == [0, 1, 2, 3]
 
 
-def test_a_streamed_echo_says_the_same(server):
+def test_a_streamed_echo_equals_a_whole_one(server):
     options = dict(max_tokens=5, echo=True, n=2, temperature=1.0, seed=5)
     whole = complete(server, logprobs=2, **options).choices
     chunks = list(complete(server, logprobs=2, stream=True, **options))

@@ -1,4 +1,4 @@
-"""The counts and times of examples/serve.py, and the page that draws them."""
+"""The counts and times of examples/serve.py, and the page that plots them."""
 
 import collections
 import re
@@ -22,7 +22,7 @@ def read_metrics(server):
 
 
 def values(server):
-    """By their names: all samples that have one value, and the sum of those with several reasons."""
+    """Samples by name; samples with several reasons are summed."""
     found = collections.Counter()
     for family in read_metrics(server):
         for sample in family.samples:
@@ -37,15 +37,15 @@ def test_metrics_count_and_the_page_reads_them(server):
     assert after["generated_tokens_total"] - before["generated_tokens_total"] == tokens
     assert after["finished_requests_total"] - before["finished_requests_total"] == 2
     assert after["running_requests"] == after["waiting_requests"] == 0
-    assert after["found_tokens_total"] >= before["found_tokens_total"] + 16  # the second completion found them
+    assert after["found_tokens_total"] >= before["found_tokens_total"] + 16  # the second completion matched them
     assert after["free_blocks"] == after["blocks"] == 64  # 4 seats of 128 tokens in blocks of 8
     status, headers, page = ask(server, "/", Authorization="")
     assert (status, headers["Content-Security-Policy"]) == (200, PAGE_POLICY)
-    assert re.findall(r"(?:src|href)=|https?://", page) == []  # nothing from elsewhere
+    assert re.findall(r"(?:src|href)=|https?://", page) == []  # no external resources
     assert set(re.findall(r"now\.(\w+)", page)) <= {"time", *after}
 
 
-def test_the_times_of_completions_are_vllm_s_histograms(server):
+def test_completion_times_have_vllms_histograms(server):
     before = values(server)
     options = dict(max_tokens=9, n=2, extra_body={"ignore_eos": True})
     complete(server, **options)

@@ -18,7 +18,7 @@ from tests.examples.tiny_checkpoint import write_adapter
         (dict(lora_alpha=None), "lacks 'lora_alpha'"),
     ],
 )
-def test_an_adapter_that_cannot_be_used_is_refused(tiny, tmp_path, changes, message):
+def test_an_unusable_adapter_is_refused(tiny, tmp_path, changes, message):
     write_adapter(tmp_path, seed=0, rank=1, layers=("mlp.up_proj",), **changes)
     with pytest.raises(CheckpointError, match=message):
         make_service(tiny.path, f"--adapter=one={tmp_path}")
@@ -33,7 +33,7 @@ def test_an_adapter_of_another_model_is_refused(tiny, tmp_path):
         make_service(tiny.path, f"--adapter=one={tmp_path}")
 
 
-def test_adapters_have_names_of_their_own(tiny):
+def test_names_of_adapters_are_unique(tiny):
     for names in (["model"], ["one", "one"]):
         with pytest.raises(RequestError, match="a name of its own"):
             make_service(tiny.path, *(f"--adapter={name}={tiny.path}" for name in names))
@@ -64,7 +64,7 @@ def test_the_memory_of_the_cache(tiny, capsys, monkeypatch):
     def find_capacity(*options):
         return serve.find_capacity(config, serve.parse_arguments(["--cache-mb=1", "--dtype=float32", *options]))
 
-    devices = 4 * config.num_kv_heads  # they hold a KV head each
+    devices = 4 * config.num_kv_heads  # each holds one KV head
     assert find_capacity(f"--tensor-parallel={devices}").bytes_per_token == 4 * bytes_per_token
     with pytest.raises(RequestError, match=r"--cache-mb 1 is too small: .* holds 0 blocks"):
         find_capacity("--block-size=100000")

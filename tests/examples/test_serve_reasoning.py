@@ -19,7 +19,7 @@ from tests.examples.serving import chat_body, read
 
 @pytest.fixture(scope="module")
 def thinker(tiny):
-    """A service whose tokenizer has the marks of a reasoning."""
+    """A service whose tokenizer has reasoning marks."""
     tokenizer = type(tiny.tokenizer.tokenizer).from_str(tiny.tokenizer.tokenizer.to_str())
     tokenizer.add_special_tokens(["<think>", "</think>"])
     checkpoint = SimpleNamespace(config=tiny.config, tokenizer=dataclasses.replace(tiny.tokenizer, tokenizer=tokenizer))
@@ -27,7 +27,7 @@ def thinker(tiny):
 
 
 def parts(service, text, prompt="", **fields):
-    """The answer's messages or deltas, if the model says this text token by token."""
+    """The answer's messages or deltas, for a model that generates this text token by token."""
     ask = read(chat_body(**fields), service, is_chat=True)
     encode = service.checkpoint.tokenizer.encode
     tokens = encode(text)
@@ -66,7 +66,7 @@ def test_the_reasoning_is_not_in_the_content(thinker, prompt):
     assert not any("content" in delta for delta in deltas if delta.get("reasoning_content"))
 
 
-def test_an_answer_without_reasoning_has_no_field_for_it(thinker):
+def test_an_answer_without_reasoning_has_no_reasoning_field(thinker):
     assert "reasoning_content" not in parts(thinker, "then")[0]
 
 

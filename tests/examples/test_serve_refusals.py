@@ -110,7 +110,7 @@ REFUSED_CHATS = [
 ]
 
 
-def test_what_clients_of_openai_and_vllm_send_is_read():
+def test_requests_of_openai_and_vllm_clients_are_accepted():
     params = read(body(seed=-1, top_k=-1)).params
     assert (params.seed, params.top_k) == (2**32 - 1, 0)
     assert read('{"prompt": "a"}').prompts == ["a"]
@@ -118,7 +118,7 @@ def test_what_clients_of_openai_and_vllm_send_is_read():
     assert conversation["messages"] == [{"role": "system", "content": "a"}]
 
 
-def test_what_cannot_be_answered_is_refused_in_one_sentence(server, capfd):
+def test_invalid_requests_are_refused_in_one_sentence(server, capfd):
     text, chat = "/v1/completions", "/v1/chat/completions"
     refused = [(path, 400, *row) for path, rows in ((text, REFUSED), (chat, REFUSED_CHATS)) for row in rows]
     refused += [
@@ -145,7 +145,7 @@ def test_what_cannot_be_answered_is_refused_in_one_sentence(server, capfd):
     ("error", "status", "retry_after"),
     [(ChatTemplateError("It refuses."), 400, None), (RendererBusyError("The machine is busy."), 503, "1")],
 )
-def test_a_busy_machine_is_not_the_client_s_fault(server, monkeypatch, error, status, retry_after):
+def test_a_busy_machine_is_not_a_client_error(server, monkeypatch, error, status, retry_after):
     def encode_conversations(*args, **options):
         raise error
 
@@ -157,7 +157,7 @@ def test_a_busy_machine_is_not_the_client_s_fault(server, monkeypatch, error, st
     assert server.engine.num_open == 0
 
 
-def test_a_key_is_asked_for_where_there_is_one(server):
+def test_a_configured_key_is_required(server):
     for path, content in (
         ("/v1/completions", body()),
         ("/tokenize", "{}"),
@@ -168,4 +168,4 @@ def test_a_key_is_asked_for_where_there_is_one(server):
             status, _, answer = ask(server, path, content, Authorization=key)
             assert (status, json.loads(answer)["error"]["code"]) == (401, "invalid_api_key")
     assert ask(server, "/health", Authorization="")[0] == 200
-    assert ask(server, "/v1/models", Authorization=f"bearer {KEY}")[0] == 200  # the scheme has no case
+    assert ask(server, "/v1/models", Authorization=f"bearer {KEY}")[0] == 200  # the scheme is case-insensitive

@@ -67,7 +67,7 @@ def test_lm_eval_finds_a_remote_tokenizer_if_the_server_shows_it(server, tiny):
     assert isinstance(info["tokenizer_class"], str)
 
 
-def test_the_version_is_the_package_s(server):
+def test_the_version_equals_the_package(server):
     assert json.loads(ask(server, "/version", Authorization="")[2]) == {"version": jaxpaged.__version__}
 
 
@@ -94,7 +94,7 @@ def test_pages_of_other_origins_need_an_option(server):
         assert (status, headers["Access-Control-Allow-Headers"]) == (200, "authorization,content-type")
 
 
-@pytest.mark.usefixtures("server")  # the first sets up logging, which must not meet capfd's stderr
+@pytest.mark.usefixtures("server")  # starts a server first: its logging must not use capfd's stderr
 def test_work_and_requests_are_logged(service, gate, monkeypatch, capfd):
     monkeypatch.setattr("lib.engine_metrics.REPORT_SECONDS", 0.05)
     with running(service, logs_requests=True) as server:

@@ -1,4 +1,4 @@
-"""examples/lib/shared_prefix.py, and --shared-prefix of examples/generate.py: the tokens are those without sharing."""
+"""examples/lib/shared_prefix.py, and --shared-prefix of examples/generate.py: sharing does not change tokens."""
 
 import functools
 
@@ -30,26 +30,26 @@ def encoded(tiny):
     return [tiny.tokenizer.encode(PREFIX + prompt) for prompt in PROMPTS]
 
 
-def test_tokens_are_those_without_sharing_in_fewer_blocks(tiny, run, prefix_file, encoded):
+def test_tokens_equal_those_without_sharing_and_need_fewer_blocks(tiny, run, prefix_file, encoded):
     code, lines, err = run("--block-size", 8, "--shared-prefix", prefix_file)
     assert code == 0
     assert [line["prompt"] for line in lines] == PROMPTS
     assert [line["prompt_tokens"] for line in lines] == encoded
     assert [line["tokens"] for line in lines] == [greedy(tiny.tensors, tokens, 10) for tokens in encoded]
-    # The prefix has 55 tokens, the prompts 56, 79 and 74, and with what they generate they fill 9, 11 and 11 blocks.
+    # The prefix has 55 tokens, the prompts 56, 79 and 74. With the generated tokens they fill 9, 11 and 11 blocks.
     assert "prefix:  48 tokens in 6 full blocks; the prompts found 18 blocks again, 144 tokens: 113 prefilled " in err
     assert "prefilled instead of 209\nprefill: 113 tokens" in err
     assert f"{9 + 11 + 11 - 2 * 6} blocks of 8 tokens in use at the peak" in err
 
 
-def test_a_prefix_that_fills_no_block_is_computed_by_each(tiny, run, prefix_file, encoded):
+def test_a_prefix_shorter_than_a_block_is_not_shared(tiny, run, prefix_file, encoded):
     _, lines, err = run("--block-size", 64, "--shared-prefix", prefix_file, tokens=1)
     assert [line["tokens"] for line in lines] == [greedy(tiny.tensors, tokens, 1) for tokens in encoded]
     assert "prefix:  0 tokens in 0 full blocks; the prompts found 0 blocks again, 0 tokens: 209 prefilled" in err
 
 
 def test_the_pool_holds_a_shared_prefix_once(run, prefix_file):
-    # The prompts fill 7, 10 and 10 blocks, 6 of each the prefix's.
+    # The prompts fill 7, 10 and 10 blocks; 6 of each hold the prefix.
     code, _, err = run("--block-size", 8, "--shared-prefix", prefix_file, "--num-blocks", 12)
     assert code == 2
     assert "The prompts need 15 blocks of 8 tokens" in err
@@ -66,6 +66,6 @@ def test_the_pool_holds_a_shared_prefix_once(run, prefix_file):
         ([[1, 2, 3, 4]], [1, 2, 3, 4], 0),
     ],
 )
-def test_the_prefix_is_what_all_begin_with_in_full_blocks(prompts, prefix, num_saved):
+def test_the_prefix_is_cut_to_full_blocks(prompts, prefix, num_saved):
     assert shared_prefix.common_prefix(prompts, 2) == prefix
     assert shared_prefix.num_saved_blocks(prompts, prefix, 2) == num_saved

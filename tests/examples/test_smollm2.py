@@ -1,5 +1,6 @@
-"""The real model's greedy tokens against those that Hugging Face transformers 5.23 gives for the same GGUF file in
-float32. `gaps` are its best logit less the second best at each step: after a near tie either token is right."""
+"""The real model's greedy tokens against Hugging Face transformers 5.23 on the same GGUF file in float32.
+
+`gaps` are the differences of its best and second best logit at each step. After a near tie either token is right."""
 
 import json
 from pathlib import Path
@@ -38,6 +39,6 @@ def test_greedy_tokens(tokenizer, optimised, capsys):
 
 def test_conversations(tokenizer):
     chats = [case for case in CASES if case["chat"]]
-    # transformers does not tell control tokens that a prompt spells from others
+    # transformers does not distinguish control tokens spelled in a prompt from real ones
     encoded = tokenizer.encode_chat([case["prompt"] for case in chats], allow_control_tokens=True)
     assert encoded == [case["prompt_tokens"] for case in chats]

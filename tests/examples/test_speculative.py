@@ -1,4 +1,4 @@
-"""examples/speculative.py: the tokens of plain greedy decoding, however many of the drafted ones are accepted."""
+"""examples/speculative.py: the tokens of plain greedy decoding, however many drafts are accepted."""
 
 from types import SimpleNamespace
 
@@ -32,9 +32,9 @@ def cut(tokens, eos):
 
 
 @pytest.mark.parametrize("num_branches", [1, 3])
-def test_tokens_are_those_of_plain_decoding(tiny, prompts, plain, monkeypatch, num_branches):
+def test_tokens_equal_plain_decoding(tiny, prompts, plain, monkeypatch, num_branches):
     checked = read_compiled(monkeypatch, speculative, "speculate")
-    eos = plain[0][17]  # some token that does come out ends the sequences
+    eos = plain[0][17]  # a generated token ends the sequences
     state, tally = speculative.decode_speculatively(
         tiny.model, tiny.config, prompts, **SIZES, ngram=1, num_draft=7, num_branches=num_branches, eos_ids=(eos,)
     )
@@ -50,10 +50,10 @@ def test_tokens_are_those_of_plain_decoding(tiny, prompts, plain, monkeypatch, n
     assert checked == [True]
 
 
-def test_each_sequence_accepts_as_many_as_are_right(tiny, prompts, plain, monkeypatch):
-    """The drafts of the four rows are wrong never, always, at every third token and at every fifth.
+def test_each_sequence_accepts_its_correct_drafts(tiny, prompts, plain, monkeypatch):
+    """Drafts of the four rows are wrong never, always, at every third token and at every fifth token.
 
-    The right branch is the second, then the third, the first, ...; the others begin as it does and go wrong at once.
+    The right branch is the second, then the third, the first, ... Others share its first token and are wrong after it.
     """
     wrong_at = np.array([[step % period == 0 for step in range(40)] for period in (99, 1, 3, 5)])
     told = jnp.asarray(np.where(wrong_at, (np.array(plain) + 1) % 300, plain), jnp.int32)
@@ -75,7 +75,7 @@ def test_each_sequence_accepts_as_many_as_are_right(tiny, prompts, plain, monkey
     speculative.speculate.clear_cache()
     assert generated(state) == plain
     assert state.allocator.broken_invariants() == ()
-    # 39 tokens after the first: 6 a step, 1 a step, 3 a step (up to the next wrong one and the model's own), 5 a step.
+    # 39 tokens after the first: 6, 1, 3 (up to the next wrong draft and the model's own token) and 5 per step.
     assert tally.steps.tolist() == [7, 39, 13, 8]
     assert (tally.steps + tally.accepted).tolist() == [39] * 4
 
@@ -84,11 +84,11 @@ def test_each_sequence_accepts_as_many_as_are_right(tiny, prompts, plain, monkey
     ("text", "begin", "end", "ngram", "expected"),
     [
         ([1, 2, 3, 4, 5, 1, 2], 0, 7, 2, [3, 4, 5]),
-        ([1, 2, 3, 1, 2, 4, 8, 9, 1, 2], 0, 10, 2, [4, 8, 9]),  # the latest of two
-        ([1, 2, 3, 8, 8, 1, 2, 1, 2], 0, 9, 2, [3, 8, 8]),  # the one with enough after it
-        ([1, 1, 1], 0, 3, 1, [1, 1]),  # what is there, where none has
+        ([1, 2, 3, 1, 2, 4, 8, 9, 1, 2], 0, 10, 2, [4, 8, 9]),  # the later of two matches
+        ([1, 2, 3, 8, 8, 1, 2, 1, 2], 0, 9, 2, [3, 8, 8]),  # the match with enough tokens after it
+        ([1, 1, 1], 0, 3, 1, [1, 1]),  # no match has enough tokens: all there are
         ([1, 2, 3, 4, 1, 2, 0, 0], 0, 6, 2, [3, 4, 1]),
-        ([1, 2, 3, 4, 1, 2], 1, 6, 2, []),  # before the beginning there is padding
+        ([1, 2, 3, 4, 1, 2], 1, 6, 2, []),  # padding comes before the beginning
         ([1, 2, 3, 4, 1, 2], 0, 6, 3, []),
         ([0, 0, 5], 2, 3, 2, []),
     ],
@@ -107,7 +107,7 @@ def test_branches_begin_with_different_tokens():
     assert counts.tolist() == [[3, 3, 0]]
 
 
-def test_what_a_person_sees(tiny, printed):
+def test_printed_output(tiny, printed):
     state = SimpleNamespace(tokens=np.array([tiny.tokenizer.encode("cdefgh")]), num_tokens=np.array([6]))
     result = state, speculative.Tally(np.array([2]), np.array([8]), np.array([3]))
     options = ["--ngram=3", "--num-draft=5", "--prompt=ab"]

@@ -1,4 +1,4 @@
-"""The examples' Llama over several devices, here of a CPU: token for token what one device gives."""
+"""The examples' Llama over several CPU devices: the same tokens as on one device."""
 
 import jax
 import jax.numpy as jnp
@@ -45,9 +45,9 @@ def make_model(config) -> Llama:
         (2, read_config(Fields(make_config("deepseek_v3")))),
     ],
 )
-def test_tokens_are_those_of_one_device(num_devices, config):
+def test_tokens_equal_one_device(num_devices, config):
     model = make_model(config)
-    # Too few blocks: sequences wait for one another, on all devices alike.
+    # Too few blocks: sequences wait for one another, equally on all devices.
     sizes = dict(max_new_tokens=12, block_size=4, num_blocks=10, dtype="float32", seed=3)
     sampling = Sampling(temperature=0.8)
 

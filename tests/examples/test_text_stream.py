@@ -1,4 +1,4 @@
-"""examples/lib/text_stream.py: pieces of text are the whole text, cut at stop strings, and say where tokens begin."""
+"""examples/lib/text_stream.py: pieces join to the text, end at stop strings, and have the offsets of tokens."""
 
 import numpy as np
 import pytest
@@ -10,9 +10,9 @@ from lib.text_stream import TextStream
     ("tokens", "stops", "expected", "offsets"),
     [
         (["he", "llo wor", "ld"], ["o w"], "hell", [0, 2]),  # inside a token
-        (["ab", "c", "d"], ["abcd", "bc"], "a", [0, 2]),  # the one that is complete first, whatever is asked for first
+        (["ab", "c", "d"], ["abcd", "bc"], "a", [0, 2]),  # the stop string that completes first, in any order
         (["abcd"], ["abcd", "bc"], "a", [0]),
-        (["a", "b", "x"], ["abc"], "abx", [0, 1, 2]),  # only a beginning
+        (["a", "b", "x"], ["abc"], "abx", [0, 1, 2]),  # only the start of a stop string
         (["a", "b"], ["abc"], "ab", [0, 1]),
         (["x", "a", "bc"], ["ab"], "x", [0, 1, 2]),  # a stop string in two tokens
         ([b"\xe2", b"\x82", b"\xac", b"\xe2"], [], "\u20ac\ufffd", [0, 0, 0, 1]),
@@ -24,7 +24,7 @@ from lib.text_stream import TextStream
 )
 @pytest.mark.parametrize("has_offsets", [False, True])
 @pytest.mark.parametrize("at_once", [1, 2, 9])
-def test_pieces_of_text_are_the_text_before_the_stop(tokens, stops, expected, offsets, at_once, has_offsets):
+def test_pieces_join_to_the_text_before_the_stop(tokens, stops, expected, offsets, at_once, has_offsets):
     data = [token if isinstance(token, bytes) else token.encode() for token in tokens]
     stream = TextStream(Bytes(data), stops, has_offsets=has_offsets)
     ids, shown = list(range(len(data))), ""
@@ -38,7 +38,7 @@ def test_pieces_of_text_are_the_text_before_the_stop(tokens, stops, expected, of
 
 
 class Bytes:
-    """A tokenizer of these tokens; counts how often it is asked for one."""
+    """A tokenizer of these tokens that counts how many it decodes."""
 
     def __init__(self, data: list[bytes], special: tuple[int, ...] = ()):
         self.data, self.special_ids, self.num_asked = data, frozenset(special), 0
@@ -49,9 +49,9 @@ class Bytes:
 
 
 @pytest.mark.parametrize("has_offsets", [False, True])
-def test_a_long_text_is_decoded_once_and_not_in_each_slice(has_offsets):
+def test_a_long_text_is_decoded_once_in_all(has_offsets):
     rng = np.random.default_rng(0)
-    # As SentencePiece's decoders do, without the space that the text begins with; 0 is a control token.
+    # Like SentencePiece's decoders, without the leading space; 0 is a control token.
     pieces = ["<s>", *(rng.choice([" ", ""]) + chr(0x20AC + i) for i in range(40))]
     tokenizer = Bytes([piece.encode() for piece in pieces], special=(0,))
 

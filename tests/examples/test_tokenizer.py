@@ -1,4 +1,4 @@
-"""examples/lib/tokenizer.py: the tokens equal transformers', the texts equal the tokenizer's own decoder."""
+"""examples/lib/tokenizer.py: tokens equal transformers', texts equal the tokenizer's own decoder."""
 
 import json
 
@@ -24,13 +24,13 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def chats():
-    """One process for the tokenizers of all kinds."""
+    """One process for tokenizers of all kinds."""
     return ChatTemplate(TEMPLATE, {"bos_token": "<s>"}, dict.fromkeys(CONTROL, True) | dict.fromkeys(THOUGHTS, False))
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request, chats):
-    """Ours, and transformers' own, of each kind."""
+    """Our tokenizer and transformers' tokenizer of each kind."""
     tokenizer = KINDS[request.param]()
     theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, bos_token="<s>")
     ours = Tokenizer(tokenizer, (), TEMPLATE, theirs.special_tokens_map)
@@ -53,7 +53,7 @@ def conversations(seed, spelled=()):
 
 
 @pytest.mark.parametrize("continues", [False, True])
-def test_conversations_have_the_tokens_of_transformers(pair, continues):
+def test_tokens_of_conversations_equal_transformers(pair, continues):
     ours, theirs = pair
     chats = conversations(0)
     for chat in chats:
@@ -80,7 +80,7 @@ def test_spelled_control_tokens_are_plain_text_as_in_transformers(pair):
         assert sum(i in control for i in ids if i != ours.tokenizer.token_to_id("[UNK]")) == 2 + 2 * len(chat)
 
 
-def test_decoding_is_that_of_the_tokenizer(pair):
+def test_decoding_equals_the_tokenizer(pair):
     ours, _ = pair
     rng, vocab_size = np.random.default_rng(0), ours.tokenizer.get_vocab_size()
     num_whole = 0
@@ -89,21 +89,21 @@ def test_decoding_is_that_of_the_tokenizer(pair):
         for skip in (False, True):
             expected = ours.tokenizer.decode(ids, skip_special_tokens=skip)
             text = ours.decode(ids, skip_special_tokens=skip)
-            # Next to bytes that are no character, ByteFallback of tokenizers drops whole ones.
+            # Next to invalid bytes, ByteFallback of tokenizers drops whole characters.
             if "\ufffd" not in expected or "<0x00>" not in ours.tokenizer.get_vocab():
                 assert text == expected
                 num_whole += 1
     assert num_whole > 100
 
 
-def test_pieces_joined_are_the_text_of_all_tokens_in_any_cuts(pair):
+def test_pieces_join_to_the_whole_text_for_any_cuts(pair):
     ours, _ = pair
     rng, vocab_size = np.random.default_rng(1), ours.tokenizer.get_vocab_size()
     for _ in range(300):
         prompt, ids = (rng.integers(0, vocab_size, rng.integers(least, 9)).tolist() for least in (0, 1))
         options = dict(skip_special_tokens=bool(rng.integers(2)), has_offsets=bool(rng.integers(2)))
         echo = TextStream(ours, **options)
-        shown = echo.extend(prompt, is_last=False)  # a character that the prompt begins comes with the answer
+        shown = echo.extend(prompt, is_last=False)  # a character that starts in the prompt is returned with the answer
         stream, end, offset = TextStream(ours, prompt_ids=prompt, **options), 0, len(shown)
         while end < len(ids):
             end = min(len(ids), end + int(rng.integers(1, 4)))
@@ -115,7 +115,7 @@ def test_pieces_joined_are_the_text_of_all_tokens_in_any_cuts(pair):
         assert echo.offsets + [offset + i for i in stream.offsets] == joined.offsets
 
 
-def test_the_tokens_of_logprobs_joined_are_the_text(pair):
+def test_token_texts_of_logprobs_join_to_the_text(pair):
     ours, _ = pair
     ids = ours.encode(TEXT[:500])
     whole = [ours.token_text(i) for i in ids]
@@ -123,7 +123,7 @@ def test_the_tokens_of_logprobs_joined_are_the_text(pair):
     assert b"".join(map(ours.token_bytes, ids[1:])).decode() == ours.decode(ids[1:], prompt_ids=ids[:1])
 
 
-def test_the_text_of_tokens_that_are_parts_of_characters_names_their_bytes():
+def test_parts_of_characters_are_shown_as_bytes():
     for kind in ("byte_level", "sentencepiece"):
         tokenizer = Tokenizer(KINDS[kind](), (), None, {})
         ids = tokenizer.encode("\u2620", add_special_tokens=False)[-3:]
@@ -155,7 +155,7 @@ def test_a_completion_begins_with_the_space_of_its_first_token(words):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A checkpoint with a tokenizer as Llama 2 has it."""
+    """A checkpoint with a tokenizer like Llama 2's."""
     write_checkpoint(tmp_path, vocab_size=500)
     write_files(tmp_path, sentencepiece(), bos_token="<s>", eos_token="</s>")
     return tmp_path
@@ -187,7 +187,7 @@ def test_a_folder_has_the_tokens_of_auto_tokenizer(folder):
     assert ours.special_tokens["eos_token"] == "</s>"
 
 
-def test_templates_are_found_where_transformers_finds_them(folder):
+def test_templates_are_found_in_the_places_of_transformers(folder):
     def template():
         return read_checkpoint(folder).tokenizer.chat_template
 
@@ -215,7 +215,7 @@ def test_a_broken_tokenizer_is_refused_in_one_sentence(folder, content):
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_a_decoder_that_looks_at_neighbours_is_refused(folder):
+def test_a_context_dependent_decoder_is_refused(folder):
     write_files(folder, sentencepiece(decoder=decoders.BPEDecoder()), tokenizer_class="PreTrainedTokenizerFast")
     with pytest.raises(CheckpointError, match="the decoder BPEDecoder, which is not known here"):
         read_checkpoint(folder)

@@ -1,4 +1,4 @@
-"""Models of packages, unedited behind an engine, give their own greedy tokens and logprobs.
+"""Unedited models of other packages give their own greedy tokens and logprobs in an engine.
 
 Skipped if a package is missing."""
 
@@ -9,7 +9,7 @@ import pytest
 
 import jaxpaged
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the packages
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the packages
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [1, 5]]
 NUM_TOKENS = 8
@@ -17,20 +17,20 @@ NUM_TOKENS = 8
 
 @pytest.fixture(autouse=True)
 def promotion():
-    """The packages promote dtypes and ranks silently."""
+    """Allows promotion: the packages promote dtypes and ranks implicitly."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 def spread(weights):
-    """Weights far enough from their small beginnings that a mistake shows."""
+    """Makes weights larger than their initial values, so that mistakes show."""
     leaves, tree = jax.tree.flatten(weights)
     rng = np.random.default_rng(0)
     return jax.tree.unflatten(tree, [x + jnp.asarray(0.1 * rng.normal(size=x.shape), x.dtype) for x in leaves])
 
 
 def greedy(logits_of, prompt):
-    """By the model itself, without a cache: `logits_of(tokens)` is [tokens, vocab] of padded tokens."""
+    """Greedy tokens of the model itself, without a cache. `logits_of(tokens)` is [tokens, vocab] for padded tokens."""
     tokens, logprobs = list(prompt), []
     for _ in range(NUM_TOKENS):
         padded = np.ones(16, np.int32)
@@ -93,7 +93,7 @@ def test_tunix_learns_with_a_rollout_on_an_engine():
     rollout = tunix_rollout.EngineRollout(model, letters, config, block_size=4, options=options)
     from flax import nnx
 
-    for change in (0.0, 0.1):  # in place, as a trainer that shares the variables does
+    for change in (0.0, 0.1):  # in place, like a trainer that shares the variables
         nnx.update(model, jax.tree.map(lambda x, change=change: x * (1 + change), nnx.state(model)))
         found = rollout.engine.stats().num_found
         output = rollout.generate(["abcabcab"] * 3 + ["b"], config)
@@ -106,6 +106,6 @@ def test_tunix_learns_with_a_rollout_on_an_engine():
         own = common.compute_per_token_logps(*nnx.split(model), prompts, jnp.asarray(tokens), pad_id=0, eos_id=2)
         for row, its_own, of_one, row_of_tokens in zip(scores, own, output.logprobs, tokens, strict=True):
             np.testing.assert_allclose(row[: len(of_one)], of_one, atol=1e-4)
-            until = np.argmax(np.append(row_of_tokens[: len(of_one)], 0) == 0) + 1  # Tunix sees nothing that pads
+            until = np.argmax(np.append(row_of_tokens[: len(of_one)], 0) == 0) + 1  # Tunix ignores padding
             np.testing.assert_allclose(its_own[:until][: len(of_one)], of_one[:until], atol=1e-4)
             assert not row[len(of_one) :].any()

@@ -1,4 +1,4 @@
-"""A tiny random Llama checkpoint in Hugging Face form, and its forward pass in NumPy with nothing paged."""
+"""A tiny random Llama checkpoint in Hugging Face format, and its forward pass in NumPy without paging."""
 
 import contextlib
 import json
@@ -66,14 +66,14 @@ def write_folder(folder: Path, config: dict, shapes: dict, seed: int) -> dict[st
 
 @contextlib.contextmanager
 def changed_tensors(file: Path):
-    """The tensors of a file, which is written again with what the block makes of them."""
+    """The tensors of a file. Changes inside the context are written back."""
     tensors = safetensors.numpy.load_file(file)
     yield tensors
     safetensors.numpy.save_file(tensors, file)
 
 
 def write_adapter(folder: Path, *, seed: int, rank: int, layers: tuple[str, ...], **changes) -> dict[str, np.ndarray]:
-    """Writes a LoRA in PEFT's form for these layers; returns the tensors of the checkpoint that differ once merged."""
+    """Writes a LoRA in PEFT's format for these layers. Returns the checkpoint's tensors that merging changes."""
     rng = np.random.default_rng(seed)
     folder.mkdir(exist_ok=True)
     factors, merged = {}, {}
@@ -132,7 +132,7 @@ def next_logits(tensors: dict[str, np.ndarray], tokens: list[int]) -> np.ndarray
 
 
 def greedy(tensors: dict[str, np.ndarray], prompt: list[int], count: int, eos: int | None = EOS) -> list[int]:
-    """Up to `count` tokens after the prompt, always the most likely."""
+    """Up to `count` greedy tokens after the prompt."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(int(next_logits(tensors, tokens).argmax()))

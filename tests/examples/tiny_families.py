@@ -1,8 +1,8 @@
-"""Tiny random checkpoints in Hugging Face form of the families of examples/lib/families.py, in two forms: as they were
-published, and as transformers 5 saves them.
+"""Tiny random checkpoints in Hugging Face format for the families of examples/lib/families.py, in two forms: as
+published, and as saved by transformers 5.
 
-`tools/transformers_values.py` runs them in transformers, stores what it finds in data/families.json, and compares the
-second form with what transformers saves.
+`tools/transformers_values.py` runs them in transformers, stores the results in data/families.json, and compares the
+second form with files that transformers saves.
 """
 
 from pathlib import Path
@@ -37,7 +37,7 @@ YARN = dict(rope_type="yarn", factor=4.0, truncate=False, beta_fast=8.0, origina
 GEMMA = dict(hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=12, sliding_window=WINDOW)
 LATENT, PLAIN, ROTARY, VALUE, ROUTED = 16, 8, 4, 6, 8
 DEEPSEEK = dict(
-    head_dim=ROTARY,  # as transformers saves it
+    head_dim=ROTARY,  # transformers saves this value
     num_key_value_heads=HEADS,
     q_lora_rank=None,
     kv_lora_rank=LATENT,
@@ -68,7 +68,7 @@ FAMILIES = {
         rope_local_base_freq=20.0,
         rope_scaling=dict(rope_type="linear", factor=8.0),
     ),
-    # Reads images too. The sizes of its language model are in a config of its own.
+    # Reads images too. The sizes of its language model are in a nested config.
     "gemma3": dict(
         vision_config=dict(
             hidden_size=VISION,
@@ -91,7 +91,7 @@ FAMILIES = {
         num_experts_per_tok=2,
         swiglu_limit=1.0,
     ),
-    # A dense layer and one with experts. YaRN with factors of what is rotated and of all logits.
+    # A dense layer and one with experts. YaRN with factors for rotated numbers and for all logits.
     "deepseek_v2": DEEPSEEK
     | dict(
         topk_method="group_limited_greedy",
@@ -125,7 +125,7 @@ def write_family(folder: Path, family: str, **changes) -> None:
 
 
 def save_family(folder: Path, family: str) -> None:
-    """The same model as transformers 5 saves it. Its tensors keep their names and layouts."""
+    """Writes the model in the form of transformers 5. Tensors keep their names and layouts."""
     write_family(folder, family)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     kind = "ForConditionalGeneration" if family == "gemma3" else "ForCausalLM"

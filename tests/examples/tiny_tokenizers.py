@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that models have, trained on one text."""
+"""Small tokenizers of common kinds, trained on one text."""
 
 import json
 
@@ -11,7 +11,7 @@ TEXT = (
     "Caf\u00e9, na\u00efve, \u4e16\u754c \U0001f600. "
 ) * 3
 CONTROL = ("<s>", "</s>", "<|user|>", "<|assistant|>")
-THOUGHTS = ("<think>", "</think>")  # no special tokens, as in Qwen3
+THOUGHTS = ("<think>", "</think>")  # not special tokens, as in Qwen3
 
 
 def byte_level(**options) -> Tokenizer:
@@ -24,7 +24,7 @@ def byte_level(**options) -> Tokenizer:
 
 
 def sentencepiece(prepend_scheme="first", decoder=None) -> Tokenizer:
-    """As Llama 2 has it: a space is added to the beginning, and unknown characters become bytes."""
+    """Like Llama 2: adds a leading space, and unknown characters become bytes."""
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer = trainers.BpeTrainer(
         vocab_size=480, limit_alphabet=50, special_tokens=["<unk>", *bytes_], show_progress=False
@@ -44,7 +44,7 @@ def sentencepiece(prepend_scheme="first", decoder=None) -> Tokenizer:
 
 
 def sentencepiece_by_normalizer() -> Tokenizer:
-    """As files of Llama 2 have it that were converted long ago."""
+    """Like old conversions of Llama 2."""
     tokenizer = sentencepiece()
     tokenizer.pre_tokenizer = None  # type: ignore[assignment]
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
@@ -64,7 +64,7 @@ def train(tokenizer: Tokenizer, trainer) -> None:
 
 
 def with_control_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """With tokens that swallow white space: "<|user|>" what precedes, "<|assistant|>" what follows."""
+    """Adds tokens that strip white space: "<|user|>" before it, "<|assistant|>" after it."""
     added = {"<|user|>": {"lstrip": True}, "<|assistant|>": {"rstrip": True}}
     tokenizer.add_special_tokens([tokenizers.AddedToken(t, normalized=False, **added.get(t, {})) for t in CONTROL])
     tokenizer.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in THOUGHTS])

@@ -1,4 +1,4 @@
-"""Finds mistakes in the docs outside of the code that runs: calls, names, files, modules, targets and options."""
+"""Finds mistakes in docs outside of executed code: calls, names, files, modules, targets and options."""
 
 import ast
 import dataclasses
@@ -17,7 +17,7 @@ from jaxpaged._scheduler.records import StepPlan
 
 ROOT = Path(__file__).parents[2]
 OWN = ("benchmarks", "docs", "examples", "jaxpaged", "pallas_kernels", "tests", "tools")
-VARIABLES: dict[str, tuple[Any, ...]] = {  # their types in the docs
+VARIABLES: dict[str, tuple[Any, ...]] = {  # types of variables in the docs
     "allocator": (jaxpaged.BlockAllocator,),
     "cache": (jaxpaged.KVCache, jaxpaged.CacheLayer),
     "engine": (jaxpaged.Engine,),
@@ -34,10 +34,10 @@ CLASSES = [value for value in PUBLIC.values() if inspect.isclass(value)]
 CLASSES += [jaxpaged.nnx.PagedAttention, jaxpaged.linen.PagedAttention]
 
 
-# The modules and classes that an expression before a dot may mean.
+# Modules and classes that an expression before a dot may refer to.
 OWNERS = VARIABLES | {f"jaxpaged.{name}": (value,) for name, value in vars(jaxpaged).items()}
 OWNERS |= {"jaxpaged": (jaxpaged,)} | {owner.__name__: (owner,) for owner in CLASSES}
-FILES = {  # patterns of names, and the files that they mean
+FILES = {  # name patterns and their files
     rf"(?<![\w/.])((?:{'|'.join(OWN)})/[\w./-]*\w)": lambda path: path,
     r"(?<![\w/.])((?:cpu|h100|h200|decisions)/\w+\.json)": lambda path: f"benchmarks/results/{path}",
     rf"python -m ((?:{'|'.join(OWN)})[\w.]*)": lambda module: f"{module.replace('.', '/')}.py",
@@ -45,18 +45,18 @@ FILES = {  # patterns of names, and the files that they mean
 
 
 def mistakes(text: str) -> list[str]:
-    """Names on a page that do not exist, and calls that their function refuses."""
+    """Missing names on a page, and calls that do not fit their function."""
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     spans = [span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", prose)]
-    codes = [*spans, *(code for kind, code in blocks if not kind)]  # blocks of python are run instead
+    codes = [*spans, *(code for kind, code in blocks if not kind)]  # python blocks are executed instead
     lines = [*spans, *(line for _, code in blocks for line in code.splitlines())]
     found = [find_code_mistakes(tree) for code in codes for tree in parsed(code)]
     return [*itertools.chain(*found, *map(find_command_mistakes, lines))]
 
 
 def parsed(code: str) -> Iterator[ast.AST]:
-    """The code as a whole, or the lines of it that are Python; what follows three spaces in a line explains it."""
+    """The code as a whole, or its lines that are Python, without explanations after three spaces."""
     if re.search(r"\.(json|md|py|svg)$", code):
         return
     lines = [re.sub(r"(?<=\S) {3,}.*", "", line) for line in code.splitlines()]
@@ -87,7 +87,7 @@ def has(owner: Any, name: str) -> bool:
 
 
 def find_functions(node: ast.expr) -> list[Any]:
-    """The functions that the called expression may be; a bare name may be a method of any class."""
+    """Functions that the called expression may refer to. A bare name may be a method of any class."""
     if isinstance(node, ast.Attribute):
         owners = OWNERS.get(ast.unparse(node.value), ())
         return [getattr(owner, node.attr) for owner in owners if hasattr(owner, node.attr)]
@@ -99,7 +99,7 @@ def find_functions(node: ast.expr) -> list[Any]:
 
 
 def accepts(function: Any, call: ast.Call) -> bool:
-    """Whether these positional arguments and keywords fit the function; a method with or without `self`."""
+    """Whether these positional arguments and keywords fit the function, or the method with or without `self`."""
     positional = [arg for arg in call.args if not (isinstance(arg, ast.Constant) and arg.value is ...)]
     if any(isinstance(arg, ast.Starred) for arg in positional):
         positional = []
@@ -118,7 +118,7 @@ def accepts(function: Any, call: ast.Call) -> bool:
 
 
 def find_command_mistakes(line: str) -> Iterator[str]:
-    """In a line or a span: files, modules that `python -m` runs, targets of make, options of our programs."""
+    """Mistakes in a line or a span: files, modules of `python -m`, targets of make, options of our programs."""
     for pattern, file_of in FILES.items():
         for path in map(file_of, re.findall(pattern, line)):
             if not (ROOT / path).exists():

@@ -1,4 +1,4 @@
-"""Each program of benchmarks/ runs at the size of a toy, and the checks before a measurement can fail."""
+"""Each program of benchmarks/ runs at toy size, and the checks before a measurement can fail."""
 
 import functools
 import importlib
@@ -35,7 +35,7 @@ TOYS = {
     "soak.random_cases": "--implementation xla --cases 42 --families 'group of 3'",
 }
 FIGURES = {"figures.allocator": "h100/allocator.json", "figures.decode": "h100/decode.json"}
-# They need a GPU, vLLM or minutes, write into docs/ or have a test of their own.
+# They need a GPU, vLLM or minutes, write into docs/, or have their own test.
 OTHERS = (
     "engine.vllm_peer",
     "figures.memory",
@@ -71,7 +71,7 @@ def test_a_program_runs(program, run, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_calls_of_memcheck_are_right(run, monkeypatch):
-    for name in ("XLA_FLAGS", "XLA_PYTHON_CLIENT_ALLOCATOR"):  # which it sets
+    for name in ("XLA_FLAGS", "XLA_PYTHON_CLIENT_ALLOCATOR"):  # the program sets them
         monkeypatch.setenv(name, "")
     run("soak.memcheck", "--implementation", "xla")
 
@@ -83,13 +83,13 @@ def test_a_figure_is_drawn(program, run, tmp_path):
 
 
 @pytest.mark.parametrize("program", OTHERS)
-def test_a_program_says_what_it_does(program, run, capsys):
+def test_a_program_has_a_help_text(program, run, capsys):
     with pytest.raises(SystemExit):
         run(program, "--help")
     assert "--help" in capsys.readouterr().out
 
 
-def test_the_readme_says_which_program_answers_what():
+def test_the_readme_lists_every_program():
     files = (harness.ROOT / "benchmarks").glob("*/*.py")
     programs = {f"{file.parent.name}.{file.stem}" for file in files if "__main__" in file.read_text()}
     assert programs == {*TOYS, *FIGURES, *OTHERS}
@@ -98,7 +98,7 @@ def test_the_readme_says_which_program_answers_what():
 
 
 class Memory:
-    """Stands for a GPU's memory: what a way leaves unwritten of its output is what the memory held."""
+    """Simulates a GPU's memory: unwritten parts of an output have the old contents."""
 
     def __init__(self):
         self.places = {}
@@ -169,7 +169,7 @@ def check_allocator(wrapped):
 
 
 @pytest.mark.parametrize("check", [check_decode, check_prefill, check_copies, check_allocator])
-def test_no_check_takes_what_another_way_left_in_memory(check, monkeypatch):
+def test_no_check_accepts_results_left_in_memory(check, monkeypatch):
     memory = Memory()
     check(lambda call: memory.way(call, 1.0))
     part = functools.partial(memory.way, share=0.1)
@@ -180,7 +180,7 @@ def test_no_check_takes_what_another_way_left_in_memory(check, monkeypatch):
     check(lambda call: memory.way(call, 1.0))
 
 
-def test_wrong_rows_are_compared_by_their_own_largest_number():
+def test_the_error_of_a_row_is_relative_to_its_own_largest_number():
     expected = np.asarray([[100.0, 1.0], [0.1, 0.2]])
     assert checks.worst_error("here", expected + np.asarray([[1.0, 0.0], [0.0, 0.001]]), expected) == pytest.approx(
         0.01
@@ -192,7 +192,7 @@ def test_wrong_rows_are_compared_by_their_own_largest_number():
             checks.worst_error("here", wrong, expected)
 
 
-def test_memory_that_nobody_can_fill_is_an_error():
+def test_memory_that_cannot_be_filled_is_an_error():
     class Device:
         platform = "gpu"
 
@@ -230,7 +230,7 @@ def test_waits_are_counted_from_the_arrival():
     work, arrivals = [([1], 5), ([1], 1)], [1.0, 2.0]
     pieces = [[(1.5, 3), (2.5, 5)], [(4.0, 1)]]
     point = online.summary(work, arrivals, pieces)
-    assert point["to_first_ms"]["p50"] == pytest.approx(1250)  # of 500 and 2000
+    assert point["to_first_ms"]["p50"] == pytest.approx(1250)  # median of 500 and 2000
     assert point["between_tokens_ms"]["p99"] == pytest.approx(250)
     assert point["between_pieces_ms"]["p50"] == pytest.approx(1000)
     assert point["to_last_ms"]["p50"] == pytest.approx(1750)

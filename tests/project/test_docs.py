@@ -1,4 +1,4 @@
-"""The examples of the README and the docs run, their links lead somewhere, and the site has all that is public."""
+"""Examples of the README and the docs run, links resolve, and the site has every public name."""
 
 import ast
 import inspect
@@ -48,7 +48,7 @@ def test_the_readme_runs(capsys):
 
 
 @pytest.mark.slow
-def test_the_text_of_the_readme_is_what_its_model_says(optimised, capsys):
+def test_the_text_in_the_readme_is_the_models_output(optimised, capsys):
     code, *_ = blocks("README.md")
     exec(code, {})
     assert capsys.readouterr().out.splitlines()[0] == re.search(r"# (The capital.*)", code)[1]
@@ -61,12 +61,12 @@ def test_the_examples_of_the_docs_run(page, capsys):
         said = capsys.readouterr().out
         for comment in re.findall(r"^print\(.*\)\n((?:# .*\n)+)", code, re.MULTILINE):
             assert re.sub("^# ", "", comment, flags=re.MULTILINE) in said
-        if isinstance(cache := names.get("cache"), jaxpaged.KVCache):  # one dtype, as the kernels want it
+        if isinstance(cache := names.get("cache"), jaxpaged.KVCache):  # one dtype, as the kernels require
             arrays = [names[name] for name in ("q", "weights", "embedding") if hasattr(names.get(name), "dtype")]
             assert {array.dtype for array in arrays} <= {cache.k.dtype}
 
 
-def test_the_steps_of_the_kernel_are_those_that_are_measured():
+def test_the_kernel_steps_equal_the_measured_ones():
     extracts = blocks("docs/kernel.md", "py")
     files = [ROOT / "benchmarks/kernels/kernel_steps.py", *(ROOT / "pallas_kernels").rglob("*.py")]
     code = "".join(file.read_text() for file in files)
@@ -75,12 +75,12 @@ def test_the_steps_of_the_kernel_are_those_that_are_measured():
 
 
 @pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", *PAGES])
-def test_links_and_names_lead_somewhere(page):
+def test_links_and_names_resolve(page):
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\((?!http)([^)#]+)", text):
         assert (ROOT / page).parent.joinpath(target).exists(), target
     if page.startswith("docs/coming_from/"):
-        text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)  # the first column is theirs
+        text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)  # the first column has other libraries' names
     assert mistakes(text) == []
 
 
@@ -103,7 +103,7 @@ def test_links_and_names_lead_somewhere(page):
         "`python examples/generate.py --nothing`",
     ],
 )
-def test_what_is_not_there_is_found(wrong):
+def test_missing_names_are_detected(wrong):
     assert len(mistakes(wrong)) == 1
 
 
@@ -122,15 +122,15 @@ def test_the_site_has_every_page_and_every_public_name_once():
     assert sorted(name for name in names if "._" not in name) == sorted(PUBLIC)
 
 
-def test_docstrings_name_what_exists():
+def test_names_in_docstrings_exist():
     for name, value in PUBLIC.items():
         docs = [value, *vars(value).values()] if inspect.isclass(value) else [value]
         for doc in filter(None, (inspect.getdoc(each) for each in docs if callable(each))):
-            prose = re.sub(r"^ *(>>>|\.\.\.) .*", "", doc, flags=re.MULTILINE)  # examples run by themselves
+            prose = re.sub(r"^ *(>>>|\.\.\.) .*", "", doc, flags=re.MULTILINE)  # doctests run separately
             assert mistakes(prose) == [], name
 
 
-def test_docstrings_describe_arguments_that_exist():
+def test_arguments_in_docstrings_exist():
     classes = [value for value in PUBLIC.values() if inspect.isclass(value)]
     methods = [method for owner in classes for _, method in inspect.getmembers(owner, inspect.isroutine)]
     for function in [*PUBLIC.values(), *methods]:

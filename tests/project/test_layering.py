@@ -1,6 +1,6 @@
-"""Imports never run upwards or in circles. Flax is imported by `nnx.py` and `linen.py` only, matplotlib by one file.
+"""Imports never run upwards or in cycles. Only `nnx.py` and `linen.py` import flax, and one file imports matplotlib.
 
-One file of jaxpaged asks JAX about the hardware.
+One file of jaxpaged queries JAX for the hardware.
 """
 
 import ast
@@ -21,7 +21,7 @@ EXTRAS = {"jaxpaged.nnx": "flax", "jaxpaged.linen": "flax", "jaxpaged._allocator
 
 
 def imported_names(source: str) -> set[str]:
-    """Dotted names of all that a source imports, wherever in it."""
+    """Dotted names of all imports in a source, at any depth."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -55,7 +55,7 @@ def test_imports_run_downwards(package):
         assert imported(source) <= ALLOWED[package] | {EXTRAS.get(name, "")}, name
 
 
-def test_the_walk_sees_an_import_inside_a_function():
+def test_the_walk_finds_an_import_inside_a_function():
     assert imported("def f():\n    from flax.core import x\n    import os, jaxpaged.nnx") == {"flax", "jaxpaged"}
 
 
@@ -68,7 +68,7 @@ def test_a_kernel_imports_no_other_kernel():
         assert theirs & kernels <= set(wing), name
 
 
-def test_neither_mosaic_nor_flax_is_imported_where_xla_computes():
+def test_xla_calls_import_neither_mosaic_nor_flax():
     script = """
         import sys
         import jax.numpy as jnp, jaxpaged
@@ -80,8 +80,8 @@ def test_neither_mosaic_nor_flax_is_imported_where_xla_computes():
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
 
 
-def check_no_circle(sources: dict[str, str]) -> None:
-    """Raises `CycleError` if modules import one another in a circle, at the top or inside functions."""
+def check_no_cycle(sources: dict[str, str]) -> None:
+    """Raises `CycleError` if imports form a cycle, at module level or inside functions."""
 
     def find_module(name: str) -> str:  # `jaxpaged._cache.write.write_kv` is in `jaxpaged._cache.write`
         return name if name in sources else name.rpartition(".")[0]
@@ -90,33 +90,33 @@ def check_no_circle(sources: dict[str, str]) -> None:
     graphlib.TopologicalSorter(imports).prepare()
 
 
-def asks_about_devices(source: str) -> bool:
+def queries_devices(source: str) -> bool:
     attributes = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
     return not attributes.isdisjoint({"devices", "local_devices", "default_backend", "core_count", "device_kind"})
 
 
-def test_no_circle_of_imports():
-    check_no_circle(read_sources("jaxpaged"))
+def test_imports_have_no_cycle():
+    check_no_cycle(read_sources("jaxpaged"))
 
 
 @pytest.mark.parametrize("a", ["from jaxpaged import b", "def f():\n    import jaxpaged.b"])
-def test_the_walk_sees_a_circle(a):
+def test_the_walk_finds_a_cycle(a):
     sources = {"jaxpaged": "", "jaxpaged.a": a, "jaxpaged.b": "", "jaxpaged.c": "from jaxpaged.a import y"}
-    check_no_circle(sources)
+    check_no_cycle(sources)
     with pytest.raises(graphlib.CycleError):
-        check_no_circle(sources | {"jaxpaged.b": "from jaxpaged.c import z"})
+        check_no_cycle(sources | {"jaxpaged.b": "from jaxpaged.c import z"})
 
 
-def test_one_file_asks_about_the_hardware():
-    asking = {name for name, source in read_sources("jaxpaged").items() if asks_about_devices(source)}
+def test_one_file_queries_the_hardware():
+    asking = {name for name, source in read_sources("jaxpaged").items() if queries_devices(source)}
     assert asking == {"jaxpaged._device"}
 
 
 def test_no_test_module_is_imported():
-    """Code that several tests need is in a module of its own."""
+    """Code shared by tests is in a separate module."""
     found = {name: imported_tests(source) for name, source in read_sources("tests").items()}
     assert {name: modules for name, modules in found.items() if modules} == {}
 
 
-def test_the_walk_sees_the_import_of_a_test_module():
+def test_the_walk_finds_the_import_of_a_test_module():
     assert imported_tests("from tests.test_a import b\nfrom tests.kernels import test_c") == {"test_a", "test_c"}

@@ -1,4 +1,4 @@
-"""The check that fails a test run whose processes have too many memory maps."""
+"""A test run whose processes have too many memory maps fails."""
 
 import subprocess
 import sys

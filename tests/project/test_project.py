@@ -1,4 +1,4 @@
-"""Files for a public forge and a package index: the workflow, the issue form, the package's metadata."""
+"""Project files: the workflow, the issue form, the package's metadata."""
 
 import re
 import tomllib
@@ -14,7 +14,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PYTHONS = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
 
 
-def test_the_workflow_makes_what_contributing_names_on_every_python():
+def test_the_workflow_runs_the_targets_of_contributing_on_every_python():
     workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
     runs = workflow["jobs"]["make"]["strategy"]["matrix"]["include"]
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -25,7 +25,7 @@ def test_the_workflow_makes_what_contributing_names_on_every_python():
 
 
 @pytest.mark.parametrize("form", sorted((ROOT / ".github/ISSUE_TEMPLATE").iterdir()), ids=lambda form: form.name)
-def test_a_report_brings_the_table_of_the_self_test(form):
+def test_a_bug_report_includes_the_table_of_the_self_test(form):
     form = yaml.safe_load(form.read_text())
     assert set(form) == {"name", "description", "body"}
     ids = [field["id"] for field in form["body"]]
@@ -44,6 +44,6 @@ def test_the_lock_and_the_extras_allow_the_same_jax():
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_has_one_place(mutant):
+def test_each_mutants_text_occurs_once(mutant):
     assert (ROOT / mutant.file).read_text().count(mutant.old) == 1
     assert (ROOT / mutant.tests.partition("::")[0]).exists()

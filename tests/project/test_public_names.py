@@ -1,4 +1,4 @@
-"""How public names look from outside: their module, signatures, types and text; and that their doctests run once."""
+"""Public names: their module, signatures, types and repr. Their doctests run once."""
 
 import ast
 import doctest
@@ -29,7 +29,7 @@ CLASSES = [value for value in VALUES if inspect.isclass(value)]
 
 
 @pytest.mark.parametrize(("module", "value"), PUBLIC, ids=lambda value: getattr(value, "__name__", value))
-def test_a_public_name_says_where_it_is_public(module, value):
+def test_public_names_have_their_public_module(module, value):
     assert value.__module__ == module
     assert pickle.loads(pickle.dumps(value)) is value
 
@@ -41,7 +41,7 @@ def test_help_and_pickles_of_instances():
 
 
 def test_types_are_found_and_signatures_name_them():
-    """`ArrayLike`, and not its union of types."""
+    """Signatures show `ArrayLike`, not its union of types."""
     assert typing.get_type_hints(KVCache)["k_scale"] == jax.Array | None
     for value in CLASSES:
         typing.get_type_hints(value)
@@ -70,17 +70,17 @@ SIZES = dict(num_blocks=8, block_size=4)
     ],
     ids=["cache", "layer", "shapes", "none", "plan"],
 )
-def test_public_state_is_a_line_of_shapes(state, text):
+def test_the_repr_of_state_is_a_line_of_shapes(state, text):
     assert repr(state) == text
 
 
-def test_traced_state_is_the_same_line():
+def test_traced_state_has_the_same_repr():
     texts = []
     jax.vmap(jax.jit(lambda cache: texts.append(repr(cache))))(jax.tree.map(lambda x: x[None], CACHE))
     assert texts == [CACHE_TEXT]
 
 
-def test_large_state_is_a_line_of_names():
+def test_the_repr_of_large_state_is_a_line_of_names():
     state = [
         BlockAllocator.create(num_seqs=2, max_blocks_per_seq=3, **SIZES),
         PrefixCache.create(**SIZES),

@@ -1,4 +1,4 @@
-"""Result files have one form, are named where they are used, and docs/ says what they hold."""
+"""Result files have one format, are named where they are used, and match the tables of docs/."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def named(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_result_file_has_the_one_form(file):
+def test_result_files_have_one_format(file):
     content = json.loads((RESULTS / file).read_text())
     assert [key for key in content if key not in ("settings", "note")] == KEYS
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", content["date"])
@@ -43,7 +43,7 @@ def test_every_result_file_is_named_and_every_named_one_exists():
     assert set().union(*map(named, TEXTS.values())) == set(FILES)
 
 
-def test_the_index_of_decisions_has_every_file_and_the_rules_that_there_are():
+def test_the_index_of_decisions_has_every_file_and_only_existing_rules():
     """Comments next to rules name the same files."""
     code = {path: text for path, text in TEXTS.items() if path.parts[0] in ("jaxpaged", "pallas_kernels")}
     index = (RESULTS / "decisions" / "README.md").read_text()
@@ -56,7 +56,7 @@ def test_the_index_of_decisions_has_every_file_and_the_rules_that_there_are():
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.stem)
-def test_a_page_says_what_the_files_hold(page):
+def test_tables_in_the_docs_match_the_files(page):
     text = page.read_text()
     assert tables.filled(text) == text, "run `python -m benchmarks.figures.tables`"
     wrong = re.sub(r"(<!-- table.*?\| )\d+\.\d+ \|", r"\g<1>0.0 |", text, count=1, flags=re.DOTALL)
@@ -64,7 +64,7 @@ def test_a_page_says_what_the_files_hold(page):
     assert tables.filled(wrong) == text
 
 
-def test_a_store_goes_on_with_its_own_file_and_refuses_another_machines(tmp_path):
+def test_a_store_continues_its_own_file_and_refuses_another_machines(tmp_path):
     path = tmp_path / "h100" / "toy.json"
     Store(path, seed=1).add("first", {"us": 1.0})
     again = Store(path, seed=1)

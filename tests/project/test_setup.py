@@ -1,4 +1,4 @@
-"""The scripts behind make: which Python and extra they find, that set-up ends whole, that broken links are found."""
+"""The scripts of make: the choice of Python and extra, complete set-up, and detection of broken links."""
 
 import os
 import shutil
@@ -61,7 +61,7 @@ def test_which_python_is_found(machine, tmp_path, programs, found):
     assert run("find_python.sh").stdout.strip() == str(tmp_path / found)
 
 
-def test_no_python_is_one_clear_message(machine):
+def test_a_missing_python_is_one_clear_message(machine):
     _, run = machine
     done = run("find_python.sh")
     assert done.returncode == 1
@@ -87,7 +87,7 @@ def test_the_extra_follows_the_driver(machine, answer, extra):
     assert run("find_extra.sh").stdout.strip() == extra
 
 
-# A Python that makes virtual environments of itself, installs in the time of one line, and logs its calls.
+# A fake Python that creates virtual environments of itself, pretends to install, and logs its calls.
 FAKE_PYTHON = f"""
 case "$1 $2" in
     "-m venv") echo venv >>"$CALLS"; mkdir -p "$3/bin"; touch "$3/pyvenv.cfg"; cp "$0" "$3/bin/python"
@@ -130,7 +130,7 @@ def test_a_second_make_has_nothing_to_do_and_a_newer_lock_is_installed(checkout)
     assert calls() == [*first, "pip", "pip", "pip"]
 
 
-def test_a_make_that_was_interrupted_is_made_up_for(checkout):
+def test_an_interrupted_make_is_repeated(checkout):
     venv, setup, calls = checkout
     assert setup(VENV_ENDS_HERE="yes").returncode != 0
     assert setup().returncode == 0
@@ -138,7 +138,7 @@ def test_a_make_that_was_interrupted_is_made_up_for(checkout):
     assert (venv / ".installed").exists()
 
 
-def test_a_folder_that_is_no_virtual_environment_is_left_alone(checkout):
+def test_a_folder_that_is_no_virtual_environment_is_not_touched(checkout):
     venv, setup, _ = checkout
     venv.mkdir()
     (venv / "thesis.txt").touch()
@@ -163,7 +163,7 @@ def test_a_folder_that_is_no_virtual_environment_is_left_alone(checkout):
         ("../outside.html", "no such file"),
     ],
 )
-def test_a_broken_link_of_the_site_is_found(tmp_path, link, broken):
+def test_a_broken_link_in_the_site_is_detected(tmp_path, link, broken):
     site = tmp_path / "site"
     (site / "folder").mkdir(parents=True)
     (tmp_path / "outside.html").touch()

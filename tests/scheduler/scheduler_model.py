@@ -1,4 +1,4 @@
-"""What the scheduler must do, in dicts and lists, one request after the other; and the bound on its progress."""
+"""A model of the scheduler in dicts and lists, one request at a time, with a bound on its progress."""
 
 import dataclasses
 
@@ -27,10 +27,10 @@ class Request:
 
 @dataclasses.dataclass
 class Planned:
-    tokens: list[list[int]]  # of each seat
+    tokens: list[list[int]]  # tokens of each seat
     positions: list[list[int]]
     slots: list[list[int]]
-    drafts: list[list[int]]  # the last of them
+    drafts: list[list[int]]  # the last tokens of each seat
     sampled: list[int]  # seats
     victim: int | None
 
@@ -44,12 +44,12 @@ class SchedulerModel:
         self.seats: list[int | None] = [None] * num_seats
         self.was_refused = False
         self.next_arrival = 0
-        self.steps: list[dict[int, list[int]]] = []  # request -> tokens
+        self.steps: list[dict[int, list[int]]] = []  # request -> its tokens
         self.num_computed = self.num_recomputed = self.num_preempted = self.num_accepted = 0
-        self.first: int | None = None  # in rank of the seated, since so many steps, and refused so often in a row
+        self.first: int | None = None  # first in rank of the seated; for how many steps; refusals in a row
         self.steps_as_first = self.refused_in_a_row = self.bound = 0
 
-    # Requests come and go.
+    # Arrival and end of requests
 
     def submit(
         self,
@@ -77,7 +77,7 @@ class SchedulerModel:
         self.next_arrival += 1
         return free[0], SubmitStatus.ACCEPTED
 
-    # The rules that are a line each stand by themselves, so that a test can change one.
+    # Each one-line rule is a method, so that a test can change it.
 
     def fits(self, limit: int) -> bool:
         return self.pool.num_blocks_for(limit - 1) <= min(self.pool.num_blocks - 1, self.pool.max_blocks)
@@ -120,10 +120,10 @@ class SchedulerModel:
         steps, self.steps = self.steps, []
         return steps, finished
 
-    # A step.
+    # A step
 
     def seated(self) -> list[int]:
-        """Seats that are taken, in order of rank."""
+        """Occupied seats, in order of rank."""
         taken = [seat for seat, i in enumerate(self.seats) if i is not None]
         return sorted(taken, key=lambda seat: self.requests[self.seats[seat]].rank)
 
@@ -155,7 +155,7 @@ class SchedulerModel:
     def grant_drafts(
         self, guesses: list[list[int]], given: dict[int, int], num_rows: int
     ) -> tuple[list[list[int]], dict[int, int]]:
-        """The drafts of each seat, and the tokens of each with them."""
+        """The drafts of each seat, and the number of its tokens with them."""
         drafts: list[list[int]] = [[] for _ in self.seats]
         for turn, seat in self.turns(guesses):
             is_next = (
@@ -169,7 +169,7 @@ class SchedulerModel:
             self.pool.num_blocks_for(lengths[s] + given.get(s, 0) + len(of_seat)) - len(self.pool.blocks[s])
             for s, of_seat in enumerate(drafts)
         ]
-        if self.takes_too_many(sum(blocks)):
+        if self.exceeds_the_pool(sum(blocks)):
             for s, of_seat in enumerate(drafts):
                 known = lengths[s] + given.get(s, 0)
                 drafts[s] = of_seat[: self.pool.num_blocks_for(known) * self.pool.block_size - known]
@@ -181,7 +181,7 @@ class SchedulerModel:
     def may_follow(self, request: Request, turn: int) -> bool:
         return len(request.tokens) + turn < request.limit
 
-    def takes_too_many(self, num_blocks: int) -> bool:
+    def exceeds_the_pool(self, num_blocks: int) -> bool:
         return num_blocks > len(self.pool.free)
 
     def accepts(self, draft: int, token: int, request: Request) -> bool:
@@ -237,7 +237,7 @@ class SchedulerModel:
     def watch_progress(
         self, given: dict[int, int], oks: dict[int, bool], chunk_tokens: int, step_width: int | None
     ) -> None:
-        """Asserts that the first in rank of the seated ends within its bound."""
+        """Asserts that the first-ranked seated request ends within its bound."""
         order = self.seated()
         if not order:
             self.first = None
@@ -253,10 +253,10 @@ class SchedulerModel:
         assert self.refused_in_a_row <= others
         assert self.steps_as_first <= self.bound
         assert given[first] >= min(self.needed(first), 1 + (chunk_tokens if step_width is None else 0))
-        assert all(given[seat] >= 1 for seat in order[:step_width])  # nobody who has a seat is starved
+        assert all(given[seat] >= 1 for seat in order[:step_width])  # no seat is starved
 
     def commit(self, planned: Planned, sampled: list[list[int]], request_ids: list[int | None]) -> None:
-        """`request_ids`: who had the seats when it was planned."""
+        """`request_ids` are the requests in the seats when the step was planned."""
         here = [i is not None and i == self.seats[seat] for seat, i in enumerate(request_ids)]
         step: dict[int, list[int]] = {}
         leaving = []
@@ -280,7 +280,7 @@ class SchedulerModel:
                 self.pool.blocks[seat] = self.pool.blocks[seat][:num_held]
             if not request.is_live:
                 leaving.append(seat)
-        self.pool.let_go(behind)
+        self.pool.release(behind)
         victim = planned.victim
         if victim is not None and here[victim] and victim not in leaving:
             self.num_preempted += 1
@@ -293,18 +293,18 @@ class SchedulerModel:
 
 
 class PrefixSchedulerModel(SchedulerModel):
-    """With a prefix cache: the pool's, which finds blocks by all tokens up to their end."""
+    """The model with the pool's prefix cache, which finds blocks by all tokens up to their end."""
 
     has_cache = True
 
     def __init__(self, max_requests: int, num_seats: int, max_length: int, max_steps: int, pool: Model):
         super().__init__(max_requests, num_seats, max_length, max_steps, pool)
-        self.rounds, self.is_due = [0, 0, 0], False  # how often each adapter was forgotten; the last is none
-        self.num_listed = [0.0] * num_seats  # full blocks; without end where there is nothing to list before the end
+        self.rounds, self.is_due = [0, 0, 0], False  # forgets of each adapter; the last entry is for no adapter
+        self.num_listed = [0.0] * num_seats  # full blocks listed; infinite if there is nothing to list before the end
         self.left: list[int | None] = [None] * num_seats  # requests whose blocks stay until `change_seats`
         self.num_hits = self.num_lookups = 0
 
-    # What gives cause for a change of seats.
+    # Causes of a change of seats
 
     def submit(self, *args) -> tuple[int, SubmitStatus]:
         request, refusal = super().submit(*args)
@@ -339,10 +339,10 @@ class PrefixSchedulerModel(SchedulerModel):
             self.left[seat], self.seats[seat] = self.seats[seat], None
             self.is_due = True
 
-    # The change.
+    # The change of seats
 
     def admit(self) -> None:
-        pass  # not in a plan
+        pass  # not part of planning
 
     def change_seats(self) -> None:
         self.list_blocks()
@@ -381,7 +381,7 @@ class PrefixSchedulerModel(SchedulerModel):
         return True
 
     def found(self, i: int) -> list[int]:
-        """The cached blocks of a request's tokens, but never that of its last one."""
+        """The cached blocks of a request's tokens, except for the last token."""
         cached, hits = {key: block for block, key in self.pool.cached.items()}, []
         tokens = self.requests[i].tokens
         for column in range(self.full(len(tokens) - 1)):
@@ -395,11 +395,11 @@ class PrefixSchedulerModel(SchedulerModel):
         return num_tokens // self.pool.block_size
 
     def saved(self, hits: list[int]) -> int:
-        """Blocks that need not be free, because others hold them."""
+        """The number of blocks that need not be free because others hold them."""
         return sum(self.pool.holders[block] > 0 for block in hits)
 
     def is_held_back(self, i: int, candidates: list[int]) -> bool:
-        """Whether a request before it computes the first block that it lacks."""
+        """Whether an earlier request computes the first block that this one lacks."""
         tokens, column = self.requests[i].tokens, len(self.found(i))
         if column == self.full(len(tokens) - 1):
             return False

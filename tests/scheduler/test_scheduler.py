@@ -1,4 +1,4 @@
-"""The scheduler: its operations as lowered, its text, its refusals, and the invariants that it names.
+"""The scheduler: its lowered operations, its str, its refusals, and the invariants that it names.
 
 `test_scheduler_machine.py` compares each step with a model; `tests/engine` serves a model in a loop of steps.
 """
@@ -35,13 +35,13 @@ def arguments():
     return scheduler, allocator, np.zeros((20, 24), np.int32), np.zeros(20, np.int32), np.zeros(40, bool)
 
 
-def test_dtypes_hold_with_64_bits_switched_on():
+def test_dtypes_do_not_change_with_x64():
     state = arguments()
     with jax.enable_x64(True):
         after = jax.eval_shape(operations, *state)
     for one, other in zip(jax.tree.leaves(state[:2]), jax.tree.leaves(after[:2]), strict=True):
         assert one.dtype == other.dtype
-    # A weak type would compile a slice a second time.
+    # A weak type would recompile a slice.
     assert not any(leaf.weak_type for leaf in jax.tree.leaves((state[:2], after)))
 
 
@@ -49,7 +49,7 @@ def test_dtypes_hold_with_64_bits_switched_on():
 def test_only_submit_sorts_and_nothing_loops_branches_or_calls_the_host(platform):
     text = jax.jit(operations).trace(*arguments()).lower(lowering_platforms=(platform,)).as_text()
     names = re.findall(r"stablehlo\.(\w+)", text)
-    assert "scatter" in names  # the search sees operations
+    assert "scatter" in names  # the search finds operations
     assert names.count("sort") == 1
     assert not {*names} & {"while", "case", "if", "custom_call", "infeed", "outfeed", "send", "recv"}
 
@@ -59,7 +59,7 @@ def with_prefix_cache(allocator, **sizes):
     return create(**sizes, prefix_cache=prefix_cache)
 
 
-def test_the_text_shows_seats_and_requests():
+def test_the_str_shows_seats_and_requests():
     scheduler, allocator = one_running()
     assert int(scheduler.num_pending(allocator)) == 2
     assert str(scheduler).splitlines() == [
@@ -92,7 +92,7 @@ REFUSED = (
     ("got num_seqs=3 of the allocator, 1 of the scheduler", lambda scheduler, _: scheduler.plan(one_running(3)[1])),
     ("got num_seqs=3 of the allocator, 1 of the scheduler", lambda scheduler, _: scheduler.admit(one_running(3)[1])),
     ("chunk_tokens must be at least 0; got chunk_tokens=-1", lambda *both: both[0].plan(both[1], chunk_tokens=-1)),
-    (  # the tokens are looked at before the step
+    (  # tokens are checked before the step
         r"tokens must be int32 \[1\]; got float32",
         lambda scheduler, allocator: scheduler.commit(allocator, scheduler.sampling, jnp.ones(1)),
     ),

@@ -1,6 +1,6 @@
 """Random interleavings of every operation of the scheduler against a plain model, to the last block id.
 
-`HYPOTHESIS_PROFILE=long` runs 20 times as many steps, with new random numbers each time.
+`HYPOTHESIS_PROFILE=long` runs 20 times the steps, with new random numbers each time.
 """
 
 import dataclasses
@@ -28,18 +28,18 @@ from tests.allocator_model import Model
 from tests.scheduler.scheduler_model import PrefixSchedulerModel, SchedulerModel
 
 LONGER = 20 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 1
-ROWS, WIDTH, NUM_STOP_IDS = 3, 9, 2  # of a batch of submissions
+ROWS, WIDTH, NUM_STOP_IDS = 3, 9, 2  # sizes of a batch of submissions
 NUM_ADAPTERS = 2
-CHUNK = 1  # tokens beside one a seat: few, so that they are scarce
-# Kinds of steps: tokens of prompts, and rows if they are fewer than those tokens and one for each seat.
+CHUNK = 1  # tokens in addition to one per seat: few, so that they are scarce
+# Kinds of steps: prompt tokens, and rows if fewer than the prompt tokens plus one per seat.
 KINDS = SINGLE, MIXED, NARROW, NARROW_MIXED = (0, None), (CHUNK, None), (0, 1), (CHUNK, 3)
-# (requests, seats, tokens, steps), (blocks, block size, seats, blocks of a sequence), drafts. Each compiles: the second
-# is for the long profile.
+# (requests, seats, tokens, steps), (blocks, block size, seats, blocks of a sequence), drafts. Each one compiles; the
+# second is for the long profile.
 SHAPES = (((7, 4, 14, 6), (10, 2, 4, 6), 3), ((3, 2, 12, 3), (5, 4, 2, 3), 0))
 
 
 def submit(scheduler, allocator, *args):
-    *args, adapter = args  # in the order of the fields
+    *args, adapter = args  # in field order
     scheduler, *results = scheduler.submit(allocator, Requests(*args, sampling=Sampling(adapter=adapter)))
     return scheduler, allocator, *results
 
@@ -55,7 +55,7 @@ def drain(scheduler, allocator):
     return scheduler, allocator, outbox
 
 
-# Not optimised: compiling takes longer than running.
+# Without optimisation: compiling is slower than running.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 OPERATIONS = {
     "submit": jit(submit),
@@ -93,7 +93,7 @@ class Twins:
         sizes, pool, self.num_drafts = shape
         self.scheduler, self.allocator = create(shape, model.has_cache)
         self.model = model(*sizes, Model(*pool))
-        # For the cache few different tokens, so that requests begin alike.
+        # Few different tokens with a cache, so that requests have common prefixes.
         self.vocabulary = 2 if model.has_cache else 5
 
     def run(self, name, *args, **static):
@@ -106,18 +106,18 @@ class Twins:
         prompts = rng.integers(0, self.vocabulary, (ROWS, WIDTH), np.int32)
         lengths = rng.integers(0, rng.choice([3, WIDTH + 1]), ROWS).astype(np.int32)
         new_tokens = rng.integers(1, most - 3, ROWS).astype(np.int32)
-        if rng.random() < 0.3:  # what cannot be
+        if rng.random() < 0.3:  # an invalid request
             lengths += rng.integers(-2, 5, ROWS, np.int32)
             new_tokens += rng.integers(-4, 4, ROWS, np.int32) * (2**29 if rng.random() < 0.3 else 1)
         head_starts = rng.integers(-2, 6, ROWS, np.int32) * (rng.random(ROWS) < 0.4)
         stop_ids = np.where(rng.random((ROWS, NUM_STOP_IDS)) < 0.3, rng.integers(0, 5), -1).astype(np.int32)
-        # Of other draws, so that the mixture is the same as without them.
+        # Derived from the draws above, so that the random sequence does not change.
         has_adapter = new_tokens % 4 == 3
         adapters = np.where(has_adapter, prompts[:, -1] % NUM_ADAPTERS, -1).astype(np.int32)
         args = prompts, lengths, new_tokens, head_starts.astype(np.int32), stop_ids, adapters
         ids, submit_statuses = self.run("submit", *args)
         for row, (prompt, length, new, head_start, stops, adapter) in enumerate(zip(*args, strict=True)):
-            # A length beyond the row is refused before anything else can be seen of the prompt.
+            # A length beyond the row is refused before the prompt is read.
             tokens = prompt.tolist() + [0] * 9 if length > WIDTH else prompt.tolist()
             stops = [stop for stop in stops.tolist() if stop >= 0]
             expected = self.model.submit(
@@ -159,7 +159,7 @@ class Twins:
         sampled[:, :-1] = np.where(is_accepted, drafts, sampled[:, :-1])
         self.model.commit(planned, sampled.tolist(), request_ids)
         self.run("commit", step, sampled if kind[0] else sampled[:, 0])
-        if draining:  # before those who left have left their rows
+        if draining:  # before leaving requests have left their rows
             self.drain()
         self.change_seats()
 
@@ -278,9 +278,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.twins.compare()
 
 
-def test_the_scheduler_does_what_the_model_does():
+def test_the_scheduler_equals_the_model():
     SchedulerMachine.num_steps = 0
-    # Not shrunk: that takes minutes, and the steps of a failure are printed all the same.
+    # Without shrinking, which needs minutes; the steps of a failure are printed anyway.
     examples = settings(max_examples=14 * LONGER, stateful_step_count=40, phases=(Phase.generate,))
     run_state_machine_as_test(SchedulerMachine, settings=examples)
     # 500 to 1200: what Hypothesis draws depends on the modules that happen to be imported. That preemption and prefixes
@@ -289,7 +289,7 @@ def test_the_scheduler_does_what_the_model_does():
 
 
 def test_the_first_in_rank_is_never_a_victim():
-    # It meets too few blocks only where others take some meanwhile, which nobody may do. It waits then.
+    # It lacks blocks only if others allocate some in the meantime, which is not allowed. It waits then.
     scheduler = Scheduler.create(max_requests=7, num_seqs=4, max_length=14)
     allocator = BlockAllocator.create(num_blocks=10, block_size=2, num_seqs=4, max_blocks_per_seq=6)
     scheduler, *_ = scheduler.submit(allocator, Requests(np.ones((1, 9), np.int32), np.int32([9]), np.int32([3])))
@@ -307,7 +307,7 @@ def random_steps(model, num_steps):
     rng, twins = np.random.default_rng(1), Twins(SHAPES[0], model)
     for i in range(num_steps):
         twins.submit(rng)
-        draining = i % 8 in (3, 7) and i % 40 != 3  # now and then after the outbox is full
+        draining = i % 8 in (3, 7) and i % 40 != 3  # sometimes only after the outbox is full
         kind = NARROW if i % 7 == 5 else NARROW_MIXED if i % 7 == 2 else MIXED if i % 3 else SINGLE
         twins.step(rng, kind, aborting=i % 20 == 10, draining=draining)
         if model.has_cache and i % 50 == 49:
@@ -339,7 +339,7 @@ class AdmitsInOrderOfIds(SchedulerModel):
         return sorted(super().waiting())
 
 
-class LetsTheSmallOvertake(SchedulerModel):
+class LetsSmallRequestsOvertake(SchedulerModel):
     def admit(self):
         for i in self.waiting():
             self.waiting = lambda i=i: [i]
@@ -367,7 +367,7 @@ class GrantsInOrderOfSeats(SchedulerModel):
         return sorted(self.seated())
 
 
-class PreemptsTheFirstThatMayBe(SchedulerModel):
+class PreemptsTheFirstCandidate(SchedulerModel):
     def victim(self, holders):
         return holders[0]
 
@@ -392,8 +392,8 @@ class DraftsBeyondTheLimit(SchedulerModel):
         return len(request.tokens) + turn <= request.limit
 
 
-class DraftsAtTheCostOfOthers(SchedulerModel):
-    def takes_too_many(self, num_blocks):
+class DraftsUseBlocksOfOthers(SchedulerModel):
+    def exceeds_the_pool(self, num_blocks):
         return False
 
 
@@ -407,12 +407,12 @@ class GoesOnAfterAStop(SchedulerModel):
         return draft == token
 
 
-class KeepsTheRoomOfRejectedDrafts(SchedulerModel):
+class KeepsSlotsOfRejectedDrafts(SchedulerModel):
     def num_kept(self, request):
         return len(request.tokens)
 
 
-class KeepsTheBlocksOfTheEnded(SchedulerModel):
+class KeepsBlocksOfFinishedRequests(SchedulerModel):
     def leave(self, seats):
         self.seats = [None if seat in seats else i for seat, i in enumerate(self.seats)]
 
@@ -422,12 +422,12 @@ class IgnoresHeadStarts(SchedulerModel):
         return arrival
 
 
-class TakesWhatNeverFits(SchedulerModel):
+class AcceptsRequestsThatNeverFit(SchedulerModel):
     def fits(self, limit):
         return True
 
 
-class KeepsThePlacesOfTheFinished(SchedulerModel):
+class KeepsPlacesOfFinishedRequests(SchedulerModel):
     def finished(self):
         return []
 
@@ -437,12 +437,12 @@ class NeverWaitsForAnother(PrefixSchedulerModel):
         return False
 
 
-class WaitsForThoseBehindIt(PrefixSchedulerModel):
+class WaitsForLaterRequests(PrefixSchedulerModel):
     def comes_before(self, j, i):
         return j != i
 
 
-class WaitsInEverybodysWay(PrefixSchedulerModel):
+class WaitingBlocksLaterRequests(PrefixSchedulerModel):
     def enter(self, i):
         candidates = self.waiting()[: len(self.seats)]
         ranks = [self.requests[j].rank for j in candidates if self.is_held_back(j, candidates)]
@@ -459,13 +459,13 @@ class CountsFreeBlocksAsHeld(PrefixSchedulerModel):
         return len(hits)
 
 
-class ListsNothingOfThoseWhoLeave(PrefixSchedulerModel):
+class ListsNoBlocksOfLeavingRequests(PrefixSchedulerModel):
     def list_blocks(self):
         self.pool.free_rows([i is not None for i in self.left])
         super().list_blocks()
 
 
-class ListsOnlyWhatLeaves(PrefixSchedulerModel):
+class ListsOnlyLeavingRequests(PrefixSchedulerModel):
     def leave_after_commit(self, sampled, leaving):
         is_due = self.is_due or bool(leaving)
         super().leave_after_commit(sampled, leaving)
@@ -482,7 +482,7 @@ class ForgetsEverything(PrefixSchedulerModel):
         super().forget([-1, 0, 1])
 
 
-class FindsWhatOtherAdaptersMade(PrefixSchedulerModel):
+class MatchesBlocksOfOtherAdapters(PrefixSchedulerModel):
     def salt(self, i):
         return self.rounds[self.requests[i].adapter]
 
@@ -506,7 +506,7 @@ MUTANTS += PrefixSchedulerModel.__subclasses__()
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_model_with_one_rule_changed_is_found(mutant):
-    # The twin: whoever tells the two apart when the model is wrong does so when the scheduler is.
+def test_a_model_with_one_changed_rule_is_detected(mutant):
+    # The twin: a comparison that detects a wrong model also detects a wrong scheduler.
     with pytest.raises(AssertionError):
         random_steps(mutant, 300)

@@ -42,7 +42,7 @@ def create(has_cache):
 
 
 def test_drafts_need_room_in_each_group():
-    """What a draft lacks in one of them would keep the known token from being computed, in each step."""
+    """If a draft lacked room in one group, the known token would not be computed in any step."""
     sizes = dict(num_seqs=1, max_blocks_per_seq=8)
     scheduler = Scheduler.create(max_requests=1, num_seqs=1, max_length=16, max_steps=4, num_drafts=2)
     allocator = BlockAllocator.create(num_blocks=20, block_size=2, windows=(None, None), **sizes)
@@ -57,7 +57,7 @@ def test_drafts_need_room_in_each_group():
 
 
 @pytest.mark.parametrize("has_cache", [False, True])
-def test_every_request_ends_and_every_block_comes_back(has_cache):
+def test_every_request_ends_and_every_block_is_freed(has_cache):
     rng, (scheduler, allocator) = np.random.default_rng(0), create(has_cache)
     num_accepted = num_ended = num_idle = 0
     for i in range(180):

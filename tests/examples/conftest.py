@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import threading
 from types import SimpleNamespace
@@ -6,6 +7,10 @@ import pytest
 
 from lib.checkpoint import load_model, read_checkpoint
 from tests.examples.tiny_checkpoint import write_adapter, write_checkpoint
+
+# Without the extra "serve" and the package openai, the server is not tested.
+if not all(map(importlib.util.find_spec, ("openai", "prometheus_client", "starlette", "uvicorn"))):
+    collect_ignore_glob = ["serving.py", "test_serve*.py", "test_engine_thread.py"]
 
 
 @pytest.fixture(scope="session")

@@ -9,11 +9,6 @@ import threading
 import time
 from types import SimpleNamespace
 
-import pytest
-
-pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
-
 import openai
 
 import serve

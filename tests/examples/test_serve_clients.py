@@ -4,11 +4,8 @@ import asyncio
 import itertools
 import json
 
-import pytest
-
-pytest.importorskip("openai")
-
 import openai
+import pytest
 
 from benchmarks.soak import client_patterns
 from tests.examples.serving import KEY, PROMPT, ask, body, chat, chat_body, complete, texts

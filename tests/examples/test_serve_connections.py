@@ -9,12 +9,8 @@ import sys
 import threading
 import time
 
-import pytest
-
-pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
-
 import openai
+import pytest
 
 import serve
 from lib import completions, http_server

@@ -3,11 +3,6 @@
 import collections
 import re
 
-import pytest
-
-pytest.importorskip("prometheus_client")
-pytest.importorskip("starlette")
-
 from prometheus_client.parser import text_string_to_metric_families
 
 from lib import engine_metrics

@@ -6,9 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
-
 from jaxpaged import Completion, RequestOutput
 from lib.engine_thread import Generation
 from lib.openai_answers import Answer

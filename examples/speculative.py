@@ -91,7 +91,7 @@ def speculate(
     num_draft: int,
     num_branches: int,
 ) -> tuple[Generation, Tally]:
-    """Generates the tokens of every sequence after its first one."""
+    """Generates all tokens of each sequence after its first generated one."""
     model = nnx.merge(graph, weights)
     rows = prompts.rows
     begins = rows.shape[1] - prompts.lengths

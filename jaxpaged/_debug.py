@@ -1,7 +1,7 @@
-"""Checks of values that exist only at run time: slots, block ids, lengths, counts and keys.
+"""Checks of values that exist only at run time: slots, block ids, lengths, counts and attention keys.
 
-Outside `debug_checks` the checks add nothing to a traced program. Inside, functions that write, attend and allocate
-count wrong values on the device and send the counts to the host with `jax.debug.callback`. A callback needs no change
+Outside `debug_checks` the checks add nothing to a traced program. Inside, functions that write, attend or allocate
+count invalid values on the device and send the counts to the host with `jax.debug.callback`. A callback needs no change
 to the user's function and works in loops and on meshes; JAX's `checkify` would wrap the function and add an output.
 """
 
@@ -124,7 +124,7 @@ def unchecked[F: Callable[..., Any]](function: F) -> F:
 
 
 def check_write(k_cache: jax.Array, slots: jax.Array) -> None:
-    """Checks the slots [...] written in one layer, and keeps the keys after the write.
+    """Checks the slots [...] written in one layer, and stores the written keys for later checks.
 
     `k_cache` is [..., blocks, block_size, kv_heads, head_dim].
     """

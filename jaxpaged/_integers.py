@@ -62,7 +62,7 @@ def checked_array(
 
 
 def checked_query_starts(query_starts: ArrayLike, num_seqs: int) -> jax.Array:
-    """Checks `query_starts`, int32 `[num_seqs + 1]`: the first packed token of each of an allocator's sequences."""
+    """Checks `query_starts`, int32 `[num_seqs + 1]`: the index of each sequence's first packed token, and the end."""
     which = "one more than the allocator's sequences"
     return checked_array("query_starts", query_starts, num_seqs + 1, which=which)
 

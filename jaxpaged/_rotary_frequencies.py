@@ -102,7 +102,7 @@ def _scaled(
 
 
 def rotary_attention_factor(scaling: Mapping[str, Any] | None) -> float:
-    """The factor of q and k that belongs to a `rope_scaling`: 1 except for "yarn" and "longrope".
+    """The factor by which a `rope_scaling` multiplies q and k: 1 except for "yarn" and "longrope".
 
     If whole heads are rotated, pass `scale=head_dim**-0.5 * factor**2` to the attention; the cached keys do not include
     the factor. If only a part of each head is rotated, multiply that part of q and k by the factor. With

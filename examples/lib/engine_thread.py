@@ -240,7 +240,7 @@ class EngineThread:
             self._idle.set()
 
     def _stop(self, ended: asyncio.Future[None]) -> None:
-        """Handles the end of the thread, after `running` or because the engine raised."""
+        """Handles the end of the thread, at the end of `running` or after an error of the engine."""
         self.is_draining = True
         failure = ended.exception()
         if failure is not None:

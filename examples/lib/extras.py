@@ -22,7 +22,7 @@ def missing_extra(error: ModuleNotFoundError) -> str | None:
 
 @contextlib.contextmanager
 def imports(doc: str) -> Iterator[None]:
-    """Wraps the imports of optional packages in a program without options. With --help it prints `doc`."""
+    """Context for the imports of optional packages in a program without arguments. For --help, prints `doc`."""
     if sys.modules["__main__"].__doc__ == doc and {"-h", "--help"} & set(sys.argv[1:]):
         print(doc)
         sys.exit(0)

@@ -1,4 +1,4 @@
-"""Reads fields of a JSON object with a type and a range, and refuses other values."""
+"""Reads fields of a JSON object, and refuses values of a wrong type or out of range."""
 
 import dataclasses
 import json
@@ -82,7 +82,7 @@ class Fields:
         return value
 
     def items(self, name: str, is_item: Callable[[Any], bool], clause: str, most: float = math.inf) -> list[Any]:
-        """A list of at most `most` items, empty by default. A single text counts as a list of one."""
+        """A list of at most `most` items, empty by default. A single string counts as a list of one."""
         value = self.get(name, [])
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, list) or len(items) > most or not all(map(is_item, items)):

@@ -56,7 +56,7 @@ class Answer:
         return self._head | ({"usage": None} if self._ask.includes_usage else {})
 
     def _prompt_ids(self, index: int, *, of_chat: bool) -> dict[str, Any]:
-        """Token ids of prompts: as in vLLM in each choice of a completion, and once for a chat."""
+        """Token ids of the prompts, as in vLLM: in every choice of a completion, but once in a chat response."""
         if not self._ask.returns_ids or of_chat != self._ask.is_chat:
             return {}
         return {"prompt_token_ids": self._pieces.prompts[index]}

@@ -15,7 +15,7 @@ from lib.checkpoint import CheckpointError
 from lib.fields import Fields, read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Prefixes in order: first of models that also read images (whose head is next to the model), then of others.
+# Prefixes of the names of weights. The first three are of models that also read images; the third keeps `lm_head`.
 PREFIX = r"^(language_model\.model|model\.language_model|language_model(?=\.lm_head)|model)\."
 Tensors = dict[str, Callable[[], np.ndarray]]
 

@@ -25,7 +25,7 @@ from jaxpaged._public_state import public_state
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrefixCache:
-    """Finds full blocks of a `BlockAllocator` by their tokens, so that prompts with equal beginnings share blocks.
+    """Finds full blocks of a `BlockAllocator` by their tokens, so that prompts with a common prefix share its blocks.
 
     Immutable. A prefix cache describes the pool of one allocator: use it only with that allocator and the allocators
     derived from it. It is a separate pytree, so that programs without it have no extra cost. It never reads or writes

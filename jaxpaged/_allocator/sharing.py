@@ -96,6 +96,6 @@ def _entries(tables: jax.Array, entry: jax.Array) -> jax.Array:
 
 
 def _read_once(*values: jax.Array) -> tuple[jax.Array, ...]:
-    """Keeps values that were read from the pool before a write. Without the barrier XLA may copy the pool to read them
-    again."""
+    """Makes XLA keep values that were read from the pool before a write. Without the barrier it may copy the pool to
+    read them again."""
     return jax.lax.optimization_barrier(values)

@@ -50,7 +50,8 @@ class DenseStep:
         interleaved: bool = False,
         **options: Unpack[LayerKeywords],
     ) -> tuple[C, jax.Array]:
-        """As `AttentionStep.attend`, without history. Returns the cache unchanged; it may be None unless v is None."""
+        """As `AttentionStep.attend`, for tokens with nothing before them in the cache. Returns `cache` unchanged, which
+        may be None if `v` is given."""
         check_interleaved("rotary_frequencies", rotary_frequencies, interleaved=interleaved)
         shape, value_dim, is_latent = q.shape, None, v is None
         if is_latent:

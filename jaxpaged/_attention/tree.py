@@ -57,7 +57,7 @@ class Tree:
         return jnp.where(hidden, -1, jnp.where(is_new, jnp.maximum(distances, 0), distances))
 
     def _index(self, ordinals: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The index among the newest tokens of each ordinal, and whether there is such a token."""
+        """Indices among the newest tokens of the tokens with these ordinals, and whether there are such tokens."""
         index = ordinals - self.starts[:, None]
         return index, (index >= 0) & (index < self.depths.shape[1])
 

@@ -17,7 +17,8 @@ TILE = 128  # tokens; vs. 256 on 2 CPU cores (9/3 heads, batch 1): 3 times as fa
 
 
 def tile_size(block_size: int) -> int:
-    """Tokens of a tile: TILE if TILE divides the block size or vice versa, otherwise a multiple of the block size."""
+    """The number of tokens per tile: TILE if it divides the block size or the block size divides it, otherwise the
+    largest multiple of the block size below it, or one block."""
     return TILE if block_size % TILE == 0 else max(1, TILE // block_size) * block_size
 
 

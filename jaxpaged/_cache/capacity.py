@@ -83,8 +83,8 @@ def cache_capacity(
             pass `[average]`.
         num_layers: number of layers with a cache.
         num_kv_heads: number of KV heads.
-        head_dim: numbers per head.
-        value_dim: numbers per value, as in `KVCache.create`.
+        head_dim: the width of a key vector of a head.
+        value_dim: the width of a value vector, as in `KVCache.create`.
         is_latent: whether values are part of the keys, as in `KVCache.create`.
         block_size: tokens per block.
         dtype: dtype of the cache, as in `KVCache.create`.

@@ -43,7 +43,7 @@ class KVCache:
             `[blocks, block_size, kv_heads]` (one per token and head). In a stack `[layers, 1]`, `[layers, kv_heads]`,
             or `[layers, blocks, block_size, kv_heads]`. None: not quantised.
         v_scale: f32 factors of the stored values, in the shape of k_scale. None in a latent cache.
-        value_dim: in a latent cache, numbers per value. None in other caches.
+        value_dim: in a latent cache, the width of a value vector. None in other caches.
     """
 
     k: jax.Array
@@ -132,7 +132,7 @@ class KVCache:
 
 
 def checked_value_dim(head_dim: int, value_dim: int | None, *, is_latent: bool) -> int:
-    """Checks and returns the numbers per value, `head_dim` by default.
+    """Checks and returns `value_dim`, the width of a value vector, `head_dim` by default.
 
     Raises:
         ValueError: it is not a size; a latent cache lacks it, or has values wider than its keys.

@@ -24,8 +24,8 @@ def write_kv[C: (KVCache, CacheLayer)](cache: C, k: ArrayLike, v: ArrayLike | No
     """Writes the keys and values of new tokens to their slots; in place if the cache is donated.
 
     A quantised cache stores `round(k / k_scale)`, clipped to the range of its dtype, so that no number overflows to NaN
-    or infinity. A scale per token and head is computed from the token, `max |k| / (largest number of the dtype)`, and
-    stored with it. Scales per head or tensor do not change.
+    or infinity. If the cache has a scale per token and head, it is computed from the token,
+    `max |k| / (largest number of the dtype)`, and stored with it. A write does not change scales per head or tensor.
 
     Args:
         cache: one layer's `KVCache`, or a `CacheLayer`.

@@ -108,7 +108,7 @@ class Books:
 
     @without_interrupts()
     def add(self, prompt: np.ndarray, params: SamplingParams, given: np.ndarray | None = None) -> int:
-        """Queues a request and returns its id. `given`: tokens to score; the prompt ends with all but the last."""
+        """Queues a request and returns its id. `given`: tokens to score; all but the last of them end the prompt."""
         request_id = self.next_id
         self.next_id += 1
         seed = params.seed
@@ -238,7 +238,7 @@ class Books:
         return failed
 
     def take_places(self, report: Report) -> Sent:
-        """Enters the places of the rows of the oldest slice in flight, whose report this is."""
+        """Records the places of the rows of the oldest slice in flight, from its report."""
         sent = self.under_way.popleft()
         for row, place, refusal in zip(
             sent.rows, report.request_ids.tolist(), report.submit_statuses.tolist(), strict=False

@@ -227,7 +227,7 @@ class Engine:
         return [row.score() for row in rows]
 
     def add_request(self, prompt: Sequence[int], params: SamplingParams) -> int:
-        """Adds a request and returns its id. It starts with the next slice that has room.
+        """Adds a request and returns its id. The request starts with the next slice that has room.
 
         Raises:
             ValueError: a request that can never be served; the message says why.

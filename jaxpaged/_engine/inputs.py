@@ -28,7 +28,7 @@ def own(weights: Any) -> Any:
 
 
 def find_deleted(weights: Any) -> str | None:
-    """The path of the first deleted array, for instance a donated one; None: none is deleted."""
+    """The path of the first deleted array (for instance, a donated one), or None if no array is deleted."""
     for path, leaf in jax.tree.leaves_with_path(weights):
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             return jax.tree_util.keystr(path) or "its root"

@@ -95,7 +95,7 @@ def by_token(top_logprobs: TopLogprobs, num: int) -> list[dict[int, float]]:
 def make_rows(
     request_id: int, prompt: np.ndarray, params: SamplingParams, seed: int, given: np.ndarray | None = None
 ) -> list[CompletionState]:
-    """A row for each completion. `given`: tokens to score; the prompt ends with all but the last."""
+    """A row for each completion. `given`: tokens to score; all but the last of them end the prompt."""
     others = [CompletionState(request_id, prompt, params, completion_seed(seed, i)) for i in range(1, params.n)]
     if given is not None:
         span = len(prompt) + 1 - len(given), len(prompt) + 1

@@ -1,4 +1,4 @@
-"""Running slices: the host sends them, a thread runs them one after the other, and the host reads their reports."""
+"""Runs slices: the caller queues them, a worker thread runs them in order, and the caller reads their reports."""
 
 import dataclasses
 import os

@@ -1,13 +1,19 @@
 """The scheduler: decides the tokens of each step inside jit. Its state is a pytree.
 
-`scheduler` has the public operations, in the order of a request:
+`scheduler` has the public operations, in the order in which a request meets them:
 
-1. `submit` (`submission`): it gets a place, or is refused.
-2. `admit` (`planning`): it gets a seat. With a prefix cache it gets one in `change_seats` (`seats`), and begins with
-   listed blocks.
-3. `plan` (`planning`, the policy): it gets tokens of each step, drafts and blocks, or is preempted for others.
+1. `submit` (`submission`): the request gets a place, one entry of the scheduler's arrays, or is refused.
+2. `admit` (`planning`): the request gets a seat, one row of the batch. With a prefix cache, `change_seats` (`seats`)
+   gives it the seat, with the cached blocks that its prompt begins with.
+3. `plan` (`planning`, the policy): in each step the request gets a number of tokens, drafts and blocks, or is preempted
+   in favour of others.
 4. `commit` and `abort` (`progress`): the step's tokens become known, and requests end.
-5. `drain` (`progress`): the host gets the outbox, and the places of what ended are free.
+5. `drain` (`progress`): the host gets the outbox, and the places of finished requests become free.
 
-`state` has the fields, `records` what goes in and out, `arrays` gathers of rows, and `inspection` the invariants.
+| file | contents |
+|---|---|
+| `state` | the fields of a scheduler |
+| `records` | requests, step plan, outbox and other inputs and results |
+| `arrays` | gathers of rows |
+| `inspection` | the invariants, and a scheduler as text |
 """

@@ -89,8 +89,8 @@ def give_seats[S: SchedulerState](
     seats = jnp.arange(num_seqs, dtype=jnp.int32)
 
     # 1. The number that fit. Each needs blocks for its known tokens and one more token, in addition to the reserves of
-    # seated requests and of earlier candidates. A request reserves at least what it needs to enter, so the candidates
-    # that fit are the first ones.
+    # seated requests and of earlier candidates. A request reserves at least what it needs to enter, so once a candidate
+    # does not fit, no later one does.
     is_free = scheduler.seated == num_requests
     owed = reserved_blocks(scheduler, allocator, scheduler.seated) - allocator.num_held_by_each()
     owed = jnp.where(is_free, 0, jnp.maximum(owed, 0))  # with a window, a request may hold more until its next append

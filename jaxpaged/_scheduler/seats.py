@@ -65,7 +65,8 @@ def change_seats[S: SchedulerState](
 def vacate(
     scheduler: SchedulerState, prefixes: Prefixes, allocator: BlockAllocator
 ) -> tuple[Prefixes, BlockAllocator, jax.Array]:
-    """Lists full blocks, and frees the blocks of requests that left. Also returns the tags of each seat's tokens."""
+    """Adds full blocks to the prefix cache, then frees the blocks of requests that left. Also returns the tags (short
+    hashes) of each seat's blocks."""
     num_requests = scheduler.max_requests
     has_left = prefixes.left < num_requests
     blocks = tokens_in_blocks(scheduler, allocator, jnp.where(has_left, prefixes.left, scheduler.seated))
@@ -99,7 +100,7 @@ def ready(
 
 
 def tokens_in_blocks(scheduler: SchedulerState, allocator: BlockAllocator, request_ids: jax.Array) -> jax.Array:
-    """The tokens of requests in blocks, int32 `[requests, columns, block_size]`; arbitrary past the known tokens."""
+    """The requests' tokens in blocks, int32 `[requests, columns, block_size]`; arbitrary past the known tokens."""
     block_size = allocator.block_size
     num_columns = min(scheduler.tokens.shape[1] // block_size, allocator.block_tables.shape[-1])
     tokens = rows_of(scheduler.tokens, request_ids)
@@ -140,7 +141,7 @@ def is_being_computed(
 
 
 def woken_by_each(allocator: BlockAllocator, matches: PrefixMatch) -> jax.Array:
-    """The number of free blocks that each match would be the first to hold, in this order, int32 `[seats]`."""
+    """The free blocks that each match would hold and no earlier match holds, counted, int32 `[seats]`."""
     pool, ids = allocator.pool, matches.ids.reshape(len(matches.ids), -1)
     is_free = matches.begin.reshape(ids.shape) & (pool.cached_at[ids] != pool.num_blocks)
     order = jnp.broadcast_to(jnp.arange(len(ids), dtype=jnp.int32)[:, None], ids.shape)

@@ -84,7 +84,7 @@ class Drafting:
         return dataclasses.replace(self, hidden=room)
 
     def reset(self, request_ids: jax.Array, families: jax.Array) -> Drafting:
-        """Clears the record of new requests, int32 `[n]`, and sets their families, int32 `[n]`."""
+        """Resets the statistics of new requests and sets their families, int32 `[n]` both. See `families`."""
         is_gone = (self.owners[:, None] == request_ids[None]).any(axis=1)
         return dataclasses.replace(
             self,

@@ -67,7 +67,7 @@ class Kind:
 
     @property
     def is_by_row(self) -> bool:
-        """Single tokens, where row i is not always seat i."""
+        """Whether each row of the step is a single token, and row i may belong to another seat than i."""
         return self.is_narrow or self.draws_all or (self.least_saved_reads is not None and not self.is_mixed)
 
 
@@ -182,7 +182,8 @@ def quickest(kinds: Sequence[Kind], num_needing: jax.Array, num_pending: jax.Arr
 def count_wait(num_waited: jax.Array, num_pending: jax.Array, num_known: jax.Array) -> jax.Array:
     """Updates `num_waited` after a step.
 
-    `num_pending`: prompt tokens that still wait. `num_known`: int32 `[seats]`, known tokens in the step.
+    `num_pending`: prompt tokens not yet computed. `num_known`: int32 `[seats]`, known tokens that each seat computes in
+    the step.
     """
     had_chunk = (num_known > 1).any()
     return jnp.where((num_pending > 0) & ~had_chunk, num_waited + 1, 0)

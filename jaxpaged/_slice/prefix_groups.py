@@ -41,8 +41,8 @@ def find_groups(allocator: BlockAllocator) -> SeatGroups:
     seats = jnp.arange(num_seats, dtype=jnp.int32)
     counts = jnp.arange(1, tables.shape[1] + 1, dtype=jnp.int32)[None]  # block counts
 
-    # 1. If m requests share their first n blocks, each skips reading n - n / m of them. Each seat picks the n with the
-    # most skipped reads. The n-th block identifies the group: only these m requests hold it.
+    # 1. If m requests share their first n blocks, each skips n - n / m block reads on average. Each seat picks the n with
+    # the most skipped reads. The n-th block identifies the group: only these m requests hold it.
     is_full = counts <= (allocator.lengths // allocator.block_size)[:, None]
     holders = 1 + allocator.pool.extra_holders[tables]
     saved = jnp.where(is_full, counts.astype(jnp.float32) * (1 - 1 / holders), 0.0)
@@ -90,7 +90,7 @@ def sort_by_group(step: StepPlan, groups: SeatGroups) -> tuple[StepPlan, jax.Arr
     first = jnp.minimum(first, num_members)
     group_starts = starts[jnp.append(first, num_members)]
 
-    # 3. In each group, all members with rows but one skip reading the shared blocks.
+    # 3. Of the members of a group that have rows, all except one skip reading the shared blocks.
     saved = jnp.where(counts > 0, num_blocks, 0).sum(dtype=jnp.int32)
     first = jnp.minimum(first, num_seats - 1)
     saved -= jnp.where(jnp.diff(group_starts) > 0, num_blocks[first], 0).sum(dtype=jnp.int32)

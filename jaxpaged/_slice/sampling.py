@@ -308,7 +308,7 @@ def largest_with_weight(x: jax.Array, weights: jax.Array, least: jax.Array) -> j
     result = jnp.full(len(x), jnp.iinfo(integer).min, jnp.int32)
     # On a CPU a loop shortens the creation of an engine by a fifth.
     result = lax.fori_loop(0, width // BITS, more_bits, result, unroll=_device.is_gpu())
-    # Without the barrier XLA judges unrolled passes as cheap, and computes them even where a cond skips them.
+    # Without the barrier XLA considers the unrolled passes cheap, and computes them even where a cond would skip them.
     result = lax.optimization_barrier(result)
     return lax.bitcast_convert_type(reorder(result.astype(integer)), x.dtype).astype(jnp.float32)
 

@@ -53,7 +53,7 @@ def default_total(seqs: int, at_once: int) -> int:
 
 
 def default(lengths: jax.Array, window: jax.Array | None, *, q_len: int, at_once: int) -> PartitionPlan:
-    """The plan of a call: int32 lengths [seqs], window int32 []."""
+    """The plan of a call. Arguments: lengths int32 [seqs], window int32 []."""
     total = default_total(lengths.shape[0], at_once)
     return make(lengths, window, q_len=q_len, total_partitions=total, at_once=at_once)
 

@@ -101,8 +101,10 @@ class Tiles:
 
 
 def load_q(q: Any, wide: Any) -> jax.Array | None:
-    """Copies Q, SMEM [rows, width], to `wide`, SMEM [width, rows], in the order of K. Returns the factor of each row's
-    products, f32 [rows]; None if all are 1."""
+    """Copies Q, SMEM [rows, width], to `wide`, SMEM [width, rows], with the columns in the order of K.
+
+    Returns the factor by which the products of each row must be multiplied, f32 [rows]; None if all are 1.
+    """
     rows, width = q.shape
 
     def load(start: int) -> jax.Array:

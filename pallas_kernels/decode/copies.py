@@ -71,7 +71,7 @@ class CpAsync:
 
     @property
     def scales(self) -> list[tuple[Any, Any]]:
-        """The per-token scales, which are copied with the keys, and their rings."""
+        """The per-token scales and the rings of the scales, which are copied with the keys."""
         return scales.rings(self.refs)
 
     def start(self, i: jax.Array, ids: Ids, ring: Ring, scales: list[tuple[Any, Any]]) -> None:

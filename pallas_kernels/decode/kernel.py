@@ -41,7 +41,7 @@ class State(NamedTuple):
 
 
 def _kernel(refs: Refs, *, config: Config) -> None:
-    # 1. The tiles of this program, from the true length.
+    # 1. The tiles of this program, computed from the length of its sequence.
     walk = Walk.of(refs, num_partitions=config.num_partitions)
     # XLA merges the results of all programs, even those without a tile.
     works = True if config.merged_by == "xla" else walk.partition.works

@@ -55,7 +55,7 @@ class Fetcher:
                     plgpu.barrier_wait(ring.free.at[stage])
 
     def _copies(self, warp: jax.Array) -> tuple[int, list[jax.Array]]:
-        """Tokens of a copy, and the first row in the tile of each of this warp's copies."""
+        """The number of tokens per copy, and for each copy of this warp the row of the tile where it starts."""
         count = rows_of_copy(self.keys.source.shape[1], self.config.tile_tokens)
         return count, [(warp + WARPS * i) * count for i in range(self.config.tile_tokens // count // WARPS)]
 
@@ -70,8 +70,8 @@ class Fetcher:
         block_size, head_dim = self.keys.source.shape[1], self.keys.source.shape[3]
         width, stages = self.keys.target.shape[2], self.config.num_fetched_stages
         stage = rem(turn, stages)
-        # A copy is as wide as SMEM. Past the end of a narrower head the copy engine writes zeros. The start must look
-        # dynamic, because a static slice past the end is refused while tracing.
+        # A copy is as wide as its buffer in SMEM. If the head is narrower, the copy engine writes zeros past its end. The
+        # start must look dynamic to Pallas, which refuses a static slice past the end.
         columns = pl.ds(0 if head_dim == width else turn - turn, width)
         starts = [rem(tile * self.config.tile_tokens + row, block_size) if block_size > count else 0 for row in rows]
         for ring in (self.keys, self.values):

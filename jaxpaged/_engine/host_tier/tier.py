@@ -127,7 +127,7 @@ class HostTier:
         runs = dict.fromkeys(self._coming[key] for key in keys if key in self._coming)
         if is_short and not runs:  # the requests being copied go first: otherwise each would wait for the other
             return True
-        # A prompt that comes back in parts keeps its room: others are sent only if there is room for both.
+        # Blocks are reserved for a prompt that is copied back in parts: another request needs room in addition to it.
         if self._is_full or runs or _num_leading(map(self._is_there, keys)) >= self._least:
             self._lacks_room |= self._needed(row) > self._room_left
         if self._lacks_room:

@@ -41,8 +41,8 @@ def find_groups(allocator: BlockAllocator) -> SeatGroups:
     seats = jnp.arange(num_seats, dtype=jnp.int32)
     counts = jnp.arange(1, tables.shape[1] + 1, dtype=jnp.int32)[None]  # block counts
 
-    # 1. If m requests share their first n blocks, each skips n - n / m block reads on average. Each seat picks the n with
-    # the most skipped reads. The n-th block identifies the group: only these m requests hold it.
+    # 1. If m requests share their first n blocks, each skips n - n / m block reads on average. Each seat picks the n
+    # with the most skipped reads. The n-th block identifies the group: only these m requests hold it.
     is_full = counts <= (allocator.lengths // allocator.block_size)[:, None]
     holders = 1 + allocator.pool.extra_holders[tables]
     saved = jnp.where(is_full, counts.astype(jnp.float32) * (1 - 1 / holders), 0.0)

@@ -235,8 +235,10 @@ def _kernel(refs: Refs, *, config: Config) -> None:
 
 
 def launch(call: Call, config: Config) -> tuple[jax.Array, jax.Array]:
-    """Launches a uniform call with one query token per sequence. Returns out [seqs, 1, heads, value_dim] in q's dtype, and lse f32
-    [seqs, 1, heads]."""
+    """Launches a uniform call with one query token per sequence.
+
+    Returns out [seqs, 1, heads, value_dim] in q's dtype, and lse f32 [seqs, 1, heads].
+    """
     q, cache, value_dim = call.q[:, 0], call.k_cache, call.value_dim
     seqs, heads, head_dim = q.shape
     chunks, partitions = heads // HEADS, config.num_partitions

@@ -70,8 +70,8 @@ class Fetcher:
         block_size, head_dim = self.keys.source.shape[1], self.keys.source.shape[3]
         width, stages = self.keys.target.shape[2], self.config.num_fetched_stages
         stage = rem(turn, stages)
-        # A copy is as wide as its buffer in SMEM. If the head is narrower, the copy engine writes zeros past its end. The
-        # start must look dynamic to Pallas, which refuses a static slice past the end.
+        # A copy is as wide as its buffer in SMEM. If the head is narrower, the copy engine writes zeros past its end.
+        # The start must look dynamic to Pallas, which refuses a static slice past the end.
         columns = pl.ds(0 if head_dim == width else turn - turn, width)
         starts = [rem(tile * self.config.tile_tokens + row, block_size) if block_size > count else 0 for row in rows]
         for ring in (self.keys, self.values):

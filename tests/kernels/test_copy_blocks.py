@@ -190,7 +190,7 @@ def test_vmap_and_gradients_go_through_xla(on_an_h100):
 @pytest.mark.parametrize(
     ("over", "reason"),
     [
-        (dict(gpu=_device.GPUS["A100"]), "on Hopper"),
+        (dict(gpu=_device.GPUS["A100"]), "needs Hopper"),
         (dict(dtype=np.float64), "2 or 4 bytes"),
         (dict(block=(3, 8)), "a multiple of 16 numbers"),
         (dict(block=(2, 8), num_blocks=2**31), "fewer than 2\\^31 rows"),

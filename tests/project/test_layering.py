@@ -68,6 +68,11 @@ def test_a_kernel_imports_no_other_kernel():
         assert theirs & kernels <= set(wing), name
 
 
+def test_traced_code_of_the_engine_imports_no_host_code():
+    for name, source in read_sources("jaxpaged/_slice").items():
+        assert not any(other.startswith("jaxpaged._engine") for other in imported_names(source)), name
+
+
 def test_xla_calls_import_neither_mosaic_nor_flax():
     script = """
         import sys

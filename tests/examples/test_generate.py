@@ -191,7 +191,7 @@ def test_a_limit_beyond_the_context_reserves_no_more_than_the_context(run):
         (["--temperature", "nan"], PROMPTS, r"--temperature must be 0 or a positive number"),
         (["--top-p", 0], PROMPTS, r"--top-p above 0"),
         (["--seed", 2**63], PROMPTS, r"--seed must be within 0 and"),
-        (["--num-blocks", 10**9], PROMPTS, r"A pool of 1000000000 blocks .* takes \d+ GB"),
+        (["--num-blocks", 10**9], PROMPTS, r"A pool of 1000000000 blocks .* needs \d+ GB"),
         ([], ["\udcff"], r"A prompt is not valid UTF-8"),
         (["--model", "x" * 300], PROMPTS, r"cannot be read as a checkpoint"),
     ],

@@ -240,7 +240,7 @@ MUTANTS = (
         SUBMISSION,
         "most_blocks(num_blocks) > allocator.num_blocks - 1",
         "most_blocks(num_blocks) > 99",
-        MIXTURE,
+        "tests/scheduler/test_scheduler.py::never_be_served",
         "counts",
     ),
     Mutant(

@@ -246,6 +246,7 @@ def test_weights_may_be_donated_once_generate_has_returned(expected, monkeypatch
     weights = random_weights()
     engine.update_weights(weights)
     assert tokens_of(engine.generate(PROMPTS, LONG)) == expected
+    assert all(sent.has_returned.is_set for sent in engine._books.under_way)  # no slice still reads the weights
     jax.tree.map(lambda x: x.delete(), weights)
     engine.update_weights(random_weights())
     assert_ready(engine, expected)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import BlockAllocator, PrefixCache
-from jaxpaged.scheduling import Requests, Sampling, Scheduler
+from jaxpaged.scheduling import Requests, Sampling, Scheduler, SubmitStatus
 
 
 def int32(*values):
@@ -57,6 +57,29 @@ def test_only_submit_sorts_and_nothing_loops_branches_or_calls_the_host(platform
 def with_prefix_cache(allocator, **sizes):
     prefix_cache = PrefixCache.create(num_blocks=allocator.num_blocks, block_size=allocator.block_size)
     return create(**sizes, prefix_cache=prefix_cache)
+
+
+def test_requests_that_can_never_be_served_are_refused():
+    # The pool has 4 blocks for 16 tokens, a table row has room for 24, and there is one place.
+    allocator = BlockAllocator.create(num_blocks=5, block_size=4, num_seqs=1, max_blocks_per_seq=6)
+    scheduler = Scheduler.create(max_requests=1, num_seqs=1, max_length=22)
+    rows = (
+        (0, 1, SubmitStatus.NO_PROMPT),
+        (-1, 1, SubmitStatus.NO_PROMPT),
+        (1, 0, SubmitStatus.NO_NEW_TOKENS),
+        (1, 2**31 - 1, SubmitStatus.TOO_LONG),
+        (21, 1, SubmitStatus.TOO_LONG),  # longer than its row
+        (20, 3, SubmitStatus.TOO_LONG),
+        (9, 9, SubmitStatus.NEVER_FITS),  # 17 tokens are computed
+        (9, 8, SubmitStatus.ACCEPTED),
+        (1, 1, SubmitStatus.QUEUE_FULL),
+    )
+    lengths, new_tokens, expected = map(list, zip(*rows, strict=True))
+    requests = Requests(jnp.zeros((len(rows), 20), jnp.int32), int32(*lengths), int32(*new_tokens))
+    submitted, ids, submit_statuses = jax.jit(Scheduler.submit)(scheduler, allocator, requests)
+    assert submit_statuses.tolist() == expected
+    assert ids.tolist() == [0 if status == SubmitStatus.ACCEPTED else 1 for status in expected]
+    assert submitted.broken_invariants(allocator) == ()
 
 
 def test_the_str_shows_seats_and_requests():

@@ -22,10 +22,6 @@ class Gpu:
     def has_kernels(self) -> bool:
         return self.compute_capability >= LEAST_COMPUTE_CAPABILITY
 
-    @property
-    def is_hopper(self) -> bool:
-        return self.compute_capability == 9.0
-
 
 # GPUs by name, for questions about a GPU that this machine lacks.
 GPUS = {

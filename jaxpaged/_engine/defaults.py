@@ -11,6 +11,7 @@ from jaxpaged._integers import checked_size
 from jaxpaged._slice.kinds import last_few
 from jaxpaged._slice.options import EngineOptions, ResolvedOptions
 from jaxpaged._slice.pytrees import caches_in
+from pallas_kernels.common.interface import is_hopper
 
 # 384 seats make rollouts of 512 completions 13% slower; 768 need more widths and gain at most 3%. [seats_h100]
 MOST_SEATS, MOST_ROWS = 512, 1024
@@ -122,7 +123,7 @@ def chosen_steps(num_bytes: int, *, is_gpu: bool) -> int:
 
 def chosen_least_saved_reads(caches: Any) -> int | None:
     """The token reads that a step must save for reading shared blocks once to pay off; None: it never does."""
-    if not _device.is_gpu() or not _device.gpu().is_hopper:
+    if not _device.is_gpu() or not is_hopper(_device.gpu()):
         return None
     cache, *_ = caches_in(caches)
     if cache.v is None:  # not measured

@@ -149,8 +149,9 @@ def compile_in_memory(lowered: Any, weights: Any, caches: Any) -> Any:
     return compiled
 
 
-def compile_program(setup: Setup, weights: Any, state: State, mesh: Mesh | None, options: ResolvedOptions) -> Program:
+def compile_program(setup: Setup, weights: Any, state: State, mesh: Mesh | None) -> Program:
     """Compiles a slice for the shapes and shardings of these weights and this state."""
+    options = setup.options
     inbox_of = functools.partial(make_inbox, options)
     forgets = np.zeros(1 + options.num_adapters, np.bool_)
     no_input = inbox_of([], [], wants_logprobs=False, num_steps=0, forgets=forgets)

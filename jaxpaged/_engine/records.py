@@ -205,7 +205,7 @@ class EngineStats:
     num_steps: int = 0
     num_narrow_steps: int = 0
     num_mixed_steps: int = 0
-    steps_by_kind: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    steps_by_kind: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
     num_generated: int = 0
     num_drafted: int = 0
     num_accepted: int = 0

@@ -76,7 +76,7 @@ class Runner:
         if options.host_cache_bytes is not None:
             copies = HostCopies(options.host_cache_bytes, state, self.mesh, options.compiler_options)
             self.tier = HostTier(copies, least_tokens=options.chunk_tokens // 2, growth=options.growth)
-        self.program = compile_program(setup, weights, state, self.mesh, options)
+        self.program = compile_program(setup, weights, state, self.mesh)
         self._last_report = self.program.no_report
         # The call of a slice needs milliseconds. On a CPU, or if the model has a loop, it blocks until its steps end.
         self.thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged"), os.getpid()

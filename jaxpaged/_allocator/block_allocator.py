@@ -46,7 +46,7 @@ class BlockAllocator(AllocatorState):
     - Sequences share only full blocks. A partly filled last block is in one table row, so that writing to a sequence's
       slots past its length changes no other sequence.
     - The tokens of a block do not change while it is held. `fork` and `rollback` return the copies that this needs.
-    - A refused row does not change.
+    - A refused row does not change, except that `append` may release blocks that its windows have passed.
 
     Every operation handles all sequences at once with prefix sums, without loops, sorts or the host. Operations work
     inside jit, scan, while_loop and vmap. `docs/allocator.md` lists their costs.
@@ -140,8 +140,8 @@ class BlockAllocator(AllocatorState):
         """Groups sequences that begin with the same blocks, for the `prefix_groups` argument of `paged_attention`.
 
         Attention then reads the shared blocks once per group: if m sequences begin with the same n blocks, each skips
-        reading n - n / m of them. A sequence joins the group that saves it the most. Only neighbouring rows form a
-        group, so place sequences with a common prefix in neighbouring rows; empty rows between them are skipped. Only
+        n - n / m block reads on average. A sequence joins the group that saves it the most. Only neighbouring rows form
+        a group, so place sequences with a common prefix in neighbouring rows; empty rows between them are skipped. Only
         full blocks without new tokens are shared.
 
         Call it in each step, after `append`. The groups are valid for that step only.
@@ -221,7 +221,7 @@ class BlockAllocator(AllocatorState):
     ) -> tuple[BlockAllocator, jax.Array, jax.Array]:
         """Appends room for new tokens to each sequence, and returns the slots to write them to.
 
-        A sequence gets room for all of its new tokens or for none; a refused sequence does not change. Blocks are
+        A sequence gets room for all of its new tokens or for none; a refused sequence keeps its tokens. Blocks are
         granted in row order. Once a row needs more blocks than are left, every later row that needs a new block is
         refused too; rows that fit into their last block are not. A row is also refused if its tokens exceed its table
         row, or if its count is negative or above `q_len`.

@@ -52,7 +52,7 @@ def find(
     shared = jnp.where(differs.any(axis=1), jnp.argmax(differs, axis=1).astype(jnp.int32), max_blocks)
 
     # 2. For each number n in `shared`: the run of neighbours around each sequence that share at least n blocks.
-    # If m sequences share n blocks, each skips reading n - n / m.
+    # If m sequences share n blocks, each skips n - n / m block reads on average.
     begins = ~is_empty[:, None] & (shared[:, None] < shared[None])  # [seqs, levels]
     first = lax.cummax(jnp.where(begins, seqs[:, None], 0), axis=0)
     end = lax.cummin(jnp.where(begins, seqs[:, None], num_seqs), axis=0, reverse=True)

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged import Engine, EngineOptions, KVCache, SamplingParams, rotary_frequencies
 from jaxpaged._engine import program
+from jaxpaged._engine.host_tier import copies
 from jaxpaged._engine.requests import completion_seed
 from jaxpaged._slice import kinds
 from jaxpaged._slice.sampling import DRAWS
@@ -175,17 +176,18 @@ def create_engine(
     device=None,
     draft=None,
     shares=False,
+    parts=(1,),
     **options,
 ):
     """`shares`: with a prefix cache, shared blocks are always read once, like large ones on a GPU. This needs two more
-    kinds of steps."""
+    kinds of steps. `parts`: as `copies.PARTS`, with two programs for each."""
     sizes = dict(max_num_seqs=SEATS, max_model_len=MAX_TOKENS, max_requests=MAX_REQUESTS, steps_per_slice=STEPS)
     # Compilation costs more than the run, so LLVM does not optimise. `batch_invariant` has one kind of steps.
     sizes |= dict(num_stop_ids=2, chunk_tokens=16, compiler_options={"xla_backend_optimization_level": 0})
     if cache is None:
         weights, cache = jax.device_put((weights or random_weights(), create_cache(num_blocks)), device)
     least = mock.patch.object(program, "chosen_least_saved_reads", return_value=1 if shares else None)
-    with least, mock.patch.object(kinds, "SHARING_TOKENS", 0):
+    with least, mock.patch.object(kinds, "SHARING_TOKENS", 0), mock.patch.object(copies, "PARTS", parts):
         return Engine(model, weights, cache, head=head, draft=draft, options=EngineOptions(**sizes | options))
 
 

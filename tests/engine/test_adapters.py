@@ -30,7 +30,7 @@ from tests.toy_model import (
     tokens_of,
 )
 
-pytestmark = pytest.mark.usefixtures("idle_engines")
+pytestmark = pytest.mark.usefixtures("idle_engines", "one_kind")
 NUM_ADAPTERS, RANK = 3, 2
 CHOSEN = None, *range(NUM_ADAPTERS)
 LAYERS = {"qkv": 3 * HEADS * HEAD_DIM, "head": VOCAB}

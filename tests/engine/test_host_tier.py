@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.soak.engine import soak
 from jaxpaged import SamplingParams
+from jaxpaged._engine.host_tier import copies
 from jaxpaged._engine.host_tier.copies import HostCopies, Run
 from jaxpaged._engine.host_tier.tier import HostTier, Moves
 from jaxpaged._engine.requests import CompletionState
@@ -43,7 +44,7 @@ CHUNK = 8
 def tight_engine():
     """An engine whose pool has blocks for two requests at their limit."""
     options = dict(prefix_cache=True, host_cache_bytes=10**6, batch_invariant=True, chunk_tokens=CHUNK)
-    return create_engine(num_blocks=TIGHT + 1, steps_per_slice=2, **options)
+    return create_engine(num_blocks=TIGHT + 1, steps_per_slice=2, parts=copies.PARTS, **options)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from tests.toy_model import (
     random_weights,
 )
 
-pytestmark = pytest.mark.usefixtures("idle_engines")
+pytestmark = pytest.mark.usefixtures("idle_engines", "one_kind")
 MOST = 4
 engine = functools.partial(create_once, widths=(2,), num_speculative_tokens=2, max_logprobs=MOST)
 

@@ -16,6 +16,7 @@ from lib.engine_thread import EngineThread
 from lib.fields import Fields
 from lib.http_server import Server, bind
 from lib.openai_forms import Ask
+from tests.toy_model import one_kind_of_steps
 
 KEY, PROMPT = "secret", "The quick brown fox"
 LONG = dict(prompt="page", temperature=0, max_tokens=100)  # the answer has all 100 tokens
@@ -92,7 +93,8 @@ def chat(server, content=PROMPT, **options):
 
 def make_service(folder, *options):
     options = [f"--model={folder}", "--dtype=float32", f"--api-key={KEY}", *SIZES, *options]
-    return serve.create_service(serve.parse_arguments(options))
+    with one_kind_of_steps():
+        return serve.create_service(serve.parse_arguments(options))
 
 
 def text_of(stream):

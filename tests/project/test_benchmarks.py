@@ -57,6 +57,7 @@ def run(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_kind")
 @pytest.mark.parametrize("program", TOYS)
 def test_a_program_runs(program, run, tmp_path, monkeypatch):
     monkeypatch.setattr(points, "COLD_BYTES", 10**5)

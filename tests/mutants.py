@@ -31,7 +31,7 @@ class Mutant:
 
 
 COLLISIONS = "tests/allocator/test_prefix_cache.py::collide or collision"
-LISTING, BEGINNINGS = "jaxpaged/_allocator/listing.py", "jaxpaged/_allocator/prefix_match.py"
+CACHED_BLOCKS, BEGINNINGS = "jaxpaged/_allocator/cached_blocks.py", "jaxpaged/_allocator/prefix_match.py"
 PLANNING, PROGRESS = "jaxpaged/_scheduler/planning.py", "jaxpaged/_scheduler/progress.py"
 WINDOWS = "tests/allocator/test_windows.py::window"
 LOADS = "tests/engine/test_engine.py::depend_on_the_load"
@@ -56,7 +56,7 @@ SHARED_PREFIX, PACKED_OPTIONS = (
 MUTANTS = (
     Mutant(
         "lookup: any salt",
-        LISTING,
+        CACHED_BLOCKS,
         "(self.tags[ids] == tags[..., None]) & (self.salts[ids] == salts[:, None, None])",
         "(self.tags[ids] == tags[..., None])",
         COLLISIONS,
@@ -64,7 +64,7 @@ MUTANTS = (
     ),
     Mutant(
         "lookup: any parent",
-        LISTING,
+        CACHED_BLOCKS,
         ".all(axis=-1) & (self.parents[ids] == before)",
         ".all(axis=-1)",
         COLLISIONS,
@@ -72,15 +72,15 @@ MUTANTS = (
     ),
     Mutant(
         "lookup: any tokens",
-        LISTING,
-        "listed & (self.tokens[ids] == blocks).all(axis=-1)",
-        "listed",
+        CACHED_BLOCKS,
+        "cached & (self.tokens[ids] == blocks).all(axis=-1)",
+        "cached",
         COLLISIONS,
         "ids",
     ),
     Mutant(
         "insert: any salt",
-        LISTING,
+        CACHED_BLOCKS,
         "        served &= salts[first // wanted.shape[1]] == salts[:, None]\n",
         "",
         COLLISIONS,
@@ -88,7 +88,7 @@ MUTANTS = (
     ),
     Mutant(
         "insert: any parent",
-        LISTING,
+        CACHED_BLOCKS,
         ".all(axis=-1) & (before.ravel()[firsts] == before)",
         ".all(axis=-1)",
         COLLISIONS,
@@ -96,7 +96,7 @@ MUTANTS = (
     ),
     Mutant(
         "insert: any tokens",
-        LISTING,
+        CACHED_BLOCKS,
         "(blocks.reshape(own.size, -1)[firsts] == blocks).all(axis=-1) & (before",
         "(before",
         COLLISIONS,
@@ -372,7 +372,7 @@ MUTANTS = (
         "salts",
     ),
     Mutant(
-        "host tier: blocks are listed behind a gap",
+        "host tier: blocks are inserted after a gap",
         "jaxpaged/_slice/host_pages.py",
         "jnp.where(num_found >= begins, ends - num_found, 0)",
         "ends - num_found",
@@ -404,7 +404,7 @@ MUTANTS = (
         "masks",
     ),
     Mutant(
-        "prefixes: old blocks listed as new ones",
+        "prefixes: old blocks inserted as new ones",
         SEATS,
         "insert_blocks(allocator, blocks, num_full, prefixes.salts)",
         "insert_blocks(allocator, blocks, num_full, prefixes.salts * 0 + prefixes.salt)",

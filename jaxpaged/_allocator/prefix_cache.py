@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.block_pool import BlockPool
-from jaxpaged._allocator.listing import BUCKETS, Listing, all_before
+from jaxpaged._allocator.cached_blocks import BUCKETS, CachedBlocks, all_before
 from jaxpaged._allocator.prefix_match import PrefixMatch, begin_with, longest_matches
 from jaxpaged._debug import check_range
 from jaxpaged._integers import checked_array, checked_size
@@ -32,7 +32,7 @@ class PrefixCache:
     the `KVCache`.
 
     Attributes:
-        listing: the cached blocks and their tokens.
+        cached: the cached blocks and their tokens.
         num_lookups: int32 `[]`, number of full blocks that `match_prefix` looked up, modulo 2^32.
         num_hits: int32 `[]`, number of full blocks that it found, modulo 2^32.
 
@@ -51,7 +51,7 @@ class PrefixCache:
     stored with them. A match ends at a position where every group has all blocks that its window shows.
     """
 
-    listing: Listing
+    cached: CachedBlocks
     num_lookups: jax.Array
     num_hits: jax.Array
 
@@ -91,7 +91,7 @@ class PrefixCache:
             raise ValueError("secret must be from 0 to 2^128 - 1, as secrets.randbits(128) is; got another number.")
         words = [operator.index(secret) >> shift & 0xFFFFFFFF for shift in (0, 32, 64, 96)]
         return cls(
-            listing=Listing.create(num_blocks, block_size, num_groups, words),
+            cached=CachedBlocks.create(num_blocks, block_size, num_groups, words),
             num_lookups=jnp.zeros((), jnp.int32),
             num_hits=jnp.zeros((), jnp.int32),
         )
@@ -153,7 +153,7 @@ class PrefixCache:
         If a block with the same tokens, after the same prefix, is already cached, the sequence switches to the cached
         block and releases its own. So a prefix that several sequences computed at the same time is kept only once.
 
-        If all buckets in which a block may be listed are in use, the block and the blocks after it in its sequence are
+        If all buckets in which a block may be stored are in use, the block and the blocks after it in its sequence are
         not cached. With every block of the pool cached, this affects fewer than 1 block in 100,000.
 
         Args:
@@ -199,12 +199,12 @@ class PrefixCache:
             matches: the matches, one row per sequence.
             tags: uint32 `[seqs, columns]`, hash of each block and all blocks before it.
         """
-        found = self.listing.look_up(allocator.pool, blocks, salts)
+        found = self.cached.look_up(allocator.pool, blocks, salts)
         there = all_before(_first_columns(num_full, blocks.shape[1]) & found.are_same)
         if allocator.windows == (None,):
             num_found = there.sum(axis=1, dtype=jnp.int32)
             return PrefixMatch(num_full, num_found, found.ids[:, None], there[:, None]), found.tags
-        others, are_there = self.listing.companions_of(allocator.pool, found.ids)
+        others, are_there = self.cached.companions_of(allocator.pool, found.ids)
         ids = jnp.concatenate([found.ids[None], others])
         are_there = jnp.concatenate([there[None], there[None] & are_there])
         return longest_matches(allocator, num_full, ids, are_there), found.tags
@@ -226,19 +226,19 @@ class PrefixCache:
         is_full = _first_columns(num_full, num_columns)
         owns, are_own = _entries(allocator, num_columns)
         own, is_own = owns[0], are_own[0]
-        found = self.listing.look_up(allocator.pool, blocks, salts)
-        wanted = is_full & is_own & ~found.are_listed & ~allocator.pool.is_cached(own)
-        listing, ids, are_listed, new = self.listing.add(found, own, wanted, is_full, blocks, salts)
+        found = self.cached.look_up(allocator.pool, blocks, salts)
+        wanted = is_full & is_own & ~found.are_cached & ~allocator.pool.is_cached(own)
+        cached, ids, are_cached, new = self.cached.add(found, own, wanted, is_full, blocks, salts)
         pool = allocator.pool.mark_cached(own, new)
-        are_cached = all_before(are_listed & pool.is_cached(ids))
+        are_cached = all_before(are_cached & pool.is_cached(ids))
         allocator = _with_cached(allocator, pool, 0, own, ids, are_cached & is_own)
         if allocator.num_groups > 1:
             wanted = are_cached[None] & are_own[1:]
-            listing, companions, new = listing.add_companions(allocator.pool, owns[1:], ids, wanted)
+            cached, companions, new = cached.add_companions(allocator.pool, owns[1:], ids, wanted)
             own, ids, new, wanted = (x.reshape(-1, num_columns) for x in (owns[1:], companions, new, wanted))
             pool = allocator.pool.mark_cached(own, new)
             allocator = _with_cached(allocator, pool, num_seqs, own, ids, wanted)
-        return dataclasses.replace(self, listing=listing), allocator, found.tags
+        return dataclasses.replace(self, cached=cached), allocator, found.tags
 
     def clear(self, allocator: BlockAllocator) -> tuple[PrefixCache, BlockAllocator]:
         """Removes all blocks from the prefix cache, for example when the model's weights change.
@@ -269,10 +269,10 @@ class PrefixCache:
         """
         self.check_sizes(allocator)
         allocator = dataclasses.replace(allocator, pool=allocator.pool.forget())
-        return dataclasses.replace(self, listing=self.listing.clear()), allocator
+        return dataclasses.replace(self, cached=self.cached.clear()), allocator
 
     def check_sizes(self, allocator: BlockAllocator) -> None:
-        sizes, wanted = self.listing.sizes, (allocator.num_blocks, allocator.block_size, allocator.num_groups)
+        sizes, wanted = self.cached.sizes, (allocator.num_blocks, allocator.block_size, allocator.num_groups)
         if sizes != wanted:
             raise ValueError(
                 "a prefix cache must have its allocator's (num_blocks, block_size, num_groups); got "

@@ -57,7 +57,7 @@ def prefix_figures(scheduler: SchedulerState, allocator: BlockAllocator) -> dict
     if prefixes is None:
         return {}
     seats, left, block_size = scheduler.seated, prefixes.left, allocator.block_size
-    holder, cached = np.minimum(seats, left), prefixes.cache.listing.tokens
+    holder, cached = np.minimum(seats, left), prefixes.cache.cached.tokens
     are_theirs = True
     for seat in np.flatnonzero(holder < scheduler.max_requests):
         full = allocator.rows[seat, : allocator.lengths[seat] // block_size]

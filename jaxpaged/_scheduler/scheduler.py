@@ -118,7 +118,7 @@ class Scheduler(SchedulerState):
         num_adapters = checked_size("num_adapters", num_adapters, 0, MOST_ADAPTERS)
         prefixes = None
         if prefix_cache is not None:
-            if max_length < (block_size := prefix_cache.listing.tokens.shape[1]):
+            if max_length < (block_size := prefix_cache.cached.tokens.shape[1]):
                 raise ValueError(f"nothing would ever be cached: {max_length=} is less than a block of {block_size}.")
             prefixes = Prefixes.create(
                 prefix_cache, max_requests=max_requests, num_seqs=num_seqs, num_adapters=num_adapters
@@ -304,7 +304,7 @@ class Scheduler(SchedulerState):
         Call it when `is_change_due`, before the next `plan` and before a `drain`; most steps do not need it. Until
         then, a request that ended or was preempted keeps its blocks, its end is not drained, and none is admitted.
 
-        1. The full blocks of all seats are listed in the prefix cache. The blocks of requests that left are free.
+        1. The full blocks of all seats are inserted into the prefix cache. The blocks of requests that left are free.
         2. Waiting requests are admitted by the rule of `admit`, each with the blocks that are found for it. A block
            that another request holds costs nothing. While a request before it in rank computes the first block that it
            lacks, a request waits and lets others pass.
@@ -345,7 +345,7 @@ class Scheduler(SchedulerState):
         return seats.change_seats(self, self.prefixes, allocator)
 
     def forget_prefixes(self, forgets: ArrayLike = True) -> Scheduler:
-        """Forgets every listed block, for instance because the weights changed. Running requests keep theirs.
+        """Forgets every cached block, for instance because the weights changed. Running requests keep theirs.
 
         Requests that begin later find only each other's blocks.
 

@@ -1,4 +1,4 @@
-"""Changes of seats with a prefix cache: finished requests list their blocks, new ones begin with listed blocks.
+"""Changes of seats with a prefix cache: finished requests insert their blocks, new ones begin with cached blocks.
 
 This costs a hundred small operations, so it runs only when it is due.
 """
@@ -15,7 +15,7 @@ from jaxpaged._scheduler import planning
 from jaxpaged._scheduler.arrays import first_marked, per_seat, rows_of
 from jaxpaged._scheduler.state import Prefixes, SchedulerState
 
-NOTHING_TO_LIST = jnp.iinfo(jnp.int32).max
+NOTHING_TO_INSERT = jnp.iinfo(jnp.int32).max
 
 
 def after_commit(
@@ -34,8 +34,8 @@ def after_commit(
     return dataclasses.replace(
         prefixes,
         left=jnp.where(has_left, seated, prefixes.left),
-        num_listed=jnp.where(is_sampled | has_left, NOTHING_TO_LIST, jnp.maximum(num_full, prefixes.num_listed)),
-        is_due=prefixes.is_due | has_left.any() | (num_full > prefixes.num_listed).any(),
+        num_inserted=jnp.where(is_sampled | has_left, NOTHING_TO_INSERT, jnp.maximum(num_full, prefixes.num_inserted)),
+        is_due=prefixes.is_due | has_left.any() | (num_full > prefixes.num_inserted).any(),
     )
 
 
@@ -55,7 +55,7 @@ def change_seats[S: SchedulerState](
         prefixes,
         cache=prefixes.cache.count(matches),
         salts=jnp.where(has_entered, salts, prefixes.salts),
-        num_listed=jnp.where(has_entered, matches.num_found, prefixes.num_listed),
+        num_inserted=jnp.where(has_entered, matches.num_found, prefixes.num_inserted),
         num_found=put(prefixes.num_found, scheduler.seated, is_first, num_cached),
         is_due=jnp.zeros_like(prefixes.is_due),
     )
@@ -120,7 +120,7 @@ def is_being_computed(
 
     Args:
         scheduler: the scheduler, with the seated requests.
-        prefixes: the blocks that these have listed.
+        prefixes: the blocks that these have inserted.
         allocator: for its block size.
         candidates: int32 `[seats]`, waiting requests.
         matches: the blocks that these have found.
@@ -132,9 +132,9 @@ def is_being_computed(
     others = jnp.concatenate([scheduler.seated, candidates])
     of_others = jnp.concatenate([tags, new_tags]).at[:, column].get(mode="clip")  # [others, candidates]
     its_own = new_tags.at[jnp.arange(num_seqs, dtype=jnp.int32), column].get(mode="clip")[None]
-    num_listed = jnp.concatenate([prefixes.num_listed, jnp.zeros_like(column)])[:, None]
+    num_inserted = jnp.concatenate([prefixes.num_inserted, jnp.zeros_like(column)])[:, None]
     num_full = (rows_of(scheduler.num_known, others) // allocator.block_size)[:, None]
-    will_list = (num_listed <= column[None]) & (column[None] < num_full)
+    will_list = (num_inserted <= column[None]) & (column[None] < num_full)
     ranks = scheduler.ranks.at[others].get(mode="fill", fill_value=scheduler.max_requests)
     is_before = ranks[:, None] < ranks[None, num_seqs:]
     return (lacks & is_before & will_list & (of_others == its_own)).any(axis=0)

@@ -23,7 +23,7 @@ class Prefixes:
         salt: int32 `[1 + adapters]`, the salts of requests that start now, without an adapter and with each adapter.
             `forget_prefixes` changes them.
         salts: int32 `[seats]`, the salt of the request in each seat.
-        num_listed: int32 `[seats]`, full blocks that are listed already. `NOTHING_TO_LIST` if none is to be listed
+        num_inserted: int32 `[seats]`, full blocks that are cached already. `NOTHING_TO_INSERT` if none is to be cached
             before the request leaves.
         left: int32 `[seats]`, the request that left the seat, whose blocks the row still holds; `max_requests`: none.
         findable: int32 `[requests]`, how many of its first tokens a request may find in the cache.
@@ -34,7 +34,7 @@ class Prefixes:
     cache: PrefixCache
     salt: jax.Array
     salts: jax.Array
-    num_listed: jax.Array
+    num_inserted: jax.Array
     left: jax.Array
     findable: jax.Array
     num_found: jax.Array
@@ -46,7 +46,7 @@ class Prefixes:
             cache=cache,
             salt=jnp.arange(1 + num_adapters, dtype=jnp.int32),
             salts=jnp.zeros(num_seqs, jnp.int32),
-            num_listed=jnp.zeros(num_seqs, jnp.int32),
+            num_inserted=jnp.zeros(num_seqs, jnp.int32),
             left=jnp.full(num_seqs, max_requests, jnp.int32),
             findable=jnp.zeros(max_requests, jnp.int32),
             num_found=jnp.full(max_requests, -1, jnp.int32),

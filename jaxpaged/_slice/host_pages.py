@@ -63,7 +63,7 @@ def take_out(state: State, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, li
 
 
 def put_in(state: State, inputs: tuple[jax.Array, ...], pages: list[Page]) -> tuple[State, jax.Array]:
-    """Writes prompt blocks and lists them in the prefix cache. They stay free, like blocks of a finished request.
+    """Writes prompt blocks and inserts them into the prefix cache. They stay free, like blocks of a finished request.
 
     A prompt is skipped if the blocks before these are not cached, or if too few blocks are free. The state is donated.
 
@@ -85,7 +85,7 @@ def put_in(state: State, inputs: tuple[jax.Array, ...], pages: list[Page]) -> tu
     seqs, _, ok = seqs.append(num_missing * seqs.block_size, q_len=columns.size * seqs.block_size)
     num_there = num_found + jnp.where(ok, num_missing, 0)
 
-    # 2. The new blocks are written and listed. Then all blocks are freed.
+    # 2. The new blocks are written and inserted. Then all blocks are freed.
     is_new = (columns >= num_found[rows]) & (columns < num_there[rows])
     dropped = -1 - jnp.arange(columns.size, dtype=jnp.int32).reshape(columns.shape)
     ids = jnp.where(is_new, seqs.rows.at[rows, columns].get(mode="clip"), dropped)
@@ -104,7 +104,7 @@ def put_in(state: State, inputs: tuple[jax.Array, ...], pages: list[Page]) -> tu
 
 
 def with_serials(cache: PrefixCache, ids: jax.Array) -> jax.Array:
-    return jnp.stack([ids, jnp.where(ids > 0, cache.listing.serials[ids], 0)])
+    return jnp.stack([ids, jnp.where(ids > 0, cache.cached.serials[ids], 0)])
 
 
 def write_pages(caches: Any, pages: list[Page], ids: jax.Array) -> Any:

@@ -99,7 +99,7 @@ def make_report(setup: Setup, state: State, request_ids: jax.Array, submit_statu
         assert prefixes is not None
         is_cached = allocator.pool.is_cached(jnp.arange(allocator.num_blocks, dtype=jnp.int32))
         is_held = allocator.pool.cached_at == allocator.num_blocks
-        serials = prefixes.cache.listing.serials
+        serials = prefixes.cache.cached.serials
         serials = jnp.where(is_held, serials, -serials)
         most = jnp.minimum(scheduler.num_known + setup.options.growth, scheduler.limits - 1)
         # A waiting request counts twice: until it begins, blocks that come in for others may displace its own.

@@ -128,7 +128,7 @@ def test_the_search_finds_a_loop_and_a_sort():
 
 def pool_sized(text):
     """(operation, line) of instructions whose result has an axis as long as the pool or a prefix cache's table."""
-    lengths = NUM_BLOCKS, PrefixCache.create(num_blocks=NUM_BLOCKS, block_size=1).listing.table.size
+    lengths = NUM_BLOCKS, PrefixCache.create(num_blocks=NUM_BLOCKS, block_size=1).cached.table.size
     axis = re.compile(rf"[\[,]({'|'.join(map(str, lengths))})[\],]")
     found = ((operation, line) for operation, _, line in instructions(text))
     return [(operation, line) for operation, line in found if axis.search(line.split(f" {operation}(")[0])]

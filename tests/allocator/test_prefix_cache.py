@@ -7,7 +7,7 @@ import pytest
 from jax.extend.random import threefry_2x32
 
 from jaxpaged import KVCache, PrefixCache
-from jaxpaged._allocator import listing
+from jaxpaged._allocator import cached_blocks
 from jaxpaged._threefry import threefry
 from tests.allocator import allocators
 from tests.allocator.allocators import attend, counts, create_cache, free_ids, marks, write
@@ -125,7 +125,7 @@ def test_invalid_lengths_and_occupied_rows(length):
     assert after.lengths.tolist() == [5, 0, 4]
     # A sequence longer than the given tokens is skipped.
     short, _ = create().insert(allocator, tokens[:, -4:])
-    assert int(short.listing.next_serial) == 1
+    assert int(short.cached.next_serial) == 1
 
 
 def test_a_width_below_one_block_never_matches():
@@ -135,7 +135,7 @@ def test_a_width_below_one_block_never_matches():
     assert prefix_cache.insert(allocator, one)[0] is prefix_cache
 
 
-hashes = listing.chain_hashes
+hashes = cached_blocks.chain_hashes
 
 
 def all_equal(blocks, salts, secret):
@@ -170,9 +170,9 @@ def patched(monkeypatch):
 
 @pytest.mark.parametrize("confirming", [True, False])
 def test_a_hash_collision_is_no_match(patched, confirming):
-    patched.setattr(listing, "chain_hashes", all_equal)
+    patched.setattr(cached_blocks, "chain_hashes", all_equal)
     if not confirming:  # the twin: hashes alone
-        patched.setattr(listing.Listing, "_confirm", lambda self, ids, listed, blocks: listed)
+        patched.setattr(cached_blocks.CachedBlocks, "_confirm", lambda self, ids, cached, blocks: cached)
     prefix_cache, allocator, _ = begin(*make(num_blocks=20), [*A, *B, 7], [*C, 7])
     other = rows([], [], [*B, *C, 7])
     _, _, num_cached = prefix_cache.match_prefix(allocator, other, counts(0, 0, 5))
@@ -180,13 +180,13 @@ def test_a_hash_collision_is_no_match(patched, confirming):
     if confirming:
         assert begin(prefix_cache, allocator, [], [], [*A, 7])[2] == [0, 0, 2]
         # One of the colliding blocks is cached. The sequences keep their own blocks.
-        assert int(prefix_cache.listing.next_serial) == 2
+        assert int(prefix_cache.cached.next_serial) == 2
         assert allocator.block_tables.tolist() == [[1, 2, 3, 0], [4, 5, 0, 0], [0, 0, 0, 0]]
 
 
 def test_blocks_that_collide_across_salts_neither_match_nor_hide_others(patched):
     # An attack by a tenant that knows the hashes: blocks of salt 1 have the tags and buckets of salt 0's blocks.
-    patched.setattr(listing, "chain_hashes", hash_without_salt)
+    patched.setattr(cached_blocks, "chain_hashes", hash_without_salt)
     prompt = [*A, *B, *C, 7]
     prefix_cache, allocator, hits = begin(*make(num_blocks=20), prompt, salts=[1, 0, 0])
     assert begin(prefix_cache, allocator, [], prompt, salts=[0, 0, 0])[2] == [0, 0, 0]
@@ -199,7 +199,7 @@ def test_blocks_that_collide_across_salts_neither_match_nor_hide_others(patched)
 
 
 def test_salts_that_collide_in_one_call_keep_their_blocks(patched):
-    patched.setattr(listing, "chain_hashes", hash_without_salt)
+    patched.setattr(cached_blocks, "chain_hashes", hash_without_salt)
     prompt = [*A, *B, 7]
     prefix_cache, allocator, _ = begin(*make(num_blocks=20), prompt, prompt, prompt, salts=[0, 1, 1])
     assert allocator.block_tables[:, :3].tolist() == [[1, 2, 3], [4, 5, 6], [4, 5, 9]]
@@ -208,11 +208,11 @@ def test_salts_that_collide_in_one_call_keep_their_blocks(patched):
 
 
 def test_blocks_after_blocks_that_collide_are_not_shared(patched):
-    patched.setattr(listing, "chain_hashes", hash_without_parent)
+    patched.setattr(cached_blocks, "chain_hashes", hash_without_parent)
     # Within one call, B after C differs from B after A.
     prefix_cache, allocator, _ = begin(*make(num_blocks=20), [*A, *B, 7], [*C, *B, 7])
     assert allocator.block_tables[:2, :3].tolist() == [[1, 2, 3], [4, 5, 6]]
-    assert int(prefix_cache.listing.next_serial) == 1 + 3
+    assert int(prefix_cache.cached.next_serial) == 1 + 3
     # Across calls, a lookup finds A and C, and B only after A.
     allocator = allocator.free(marks(0, 1, 0))
     _, allocator, hits = begin(prefix_cache, allocator, [], [*C, *B, 8], [*A, *B, 8])
@@ -230,8 +230,8 @@ def test_threefry_equals_jax():
 def test_other_secrets_and_salts_give_other_hashes(change):
     blocks, salts = jnp.asarray([[A, B]], jnp.int32), counts(3)
     other_salts, other = (counts(4), 0) if change == "salt" else (salts, change)
-    before = hashes(blocks, salts, create().listing.secret)
-    after = hashes(blocks, other_salts, create(secret=other).listing.secret)
+    before = hashes(blocks, salts, create().cached.secret)
+    after = hashes(blocks, other_salts, create(secret=other).cached.secret)
     assert (np.asarray(before) != np.asarray(after)).all()
 
 
@@ -244,17 +244,17 @@ def test_a_block_without_a_free_bucket_is_not_cached(patched):
     def same_first_bucket(blocks, salts, secret):
         return hashes(blocks, salts, secret)[0], jnp.zeros(blocks.shape[:2], jnp.uint32)
 
-    patched.setattr(listing, "chain_hashes", same_first_bucket)
-    patched.setattr(listing, "PROBES", 1)
+    patched.setattr(cached_blocks, "chain_hashes", same_first_bucket)
+    patched.setattr(cached_blocks, "PROBES", 1)
     prefix_cache, allocator, _ = begin(*make(), [*A, *B, 7], [*C, 7])
-    assert int(prefix_cache.listing.next_serial) == 2
+    assert int(prefix_cache.cached.next_serial) == 2
     assert begin(prefix_cache, allocator, [], [], [*A, *B, 7])[2] == [0, 0, 2]
     # Overwriting the block frees its bucket.
     allocator = allocator.free(marks(1, 1, 0))
     allocator, _, _ = allocator.append(counts(8, 6, 0), q_len=8)
     allocator = allocator.free(marks(1, 1, 0))
     prefix_cache, allocator, _ = begin(prefix_cache, allocator, [*C, 7])
-    assert int(prefix_cache.listing.next_serial) == 3
+    assert int(prefix_cache.cached.next_serial) == 3
     assert begin(prefix_cache, allocator, [], [*C, 8])[2] == [0, 2, 0]
 
 
@@ -263,7 +263,7 @@ def test_many_random_prompts_all_get_buckets():
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 50_000, (256, 33), np.int32))
     allocator = allocators.make(*[32] * 256, num_blocks=2049, max_blocks=8)
     prefix_cache, allocator = jax.jit(PrefixCache.insert)(create(2049, 4), allocator, tokens[:, :32])
-    assert int(prefix_cache.listing.next_serial) == 2049
+    assert int(prefix_cache.cached.next_serial) == 2049
     allocator = allocator.free(jnp.ones(256, jnp.bool_))
     _, _, num_cached = jax.jit(PrefixCache.match_prefix)(prefix_cache, allocator, tokens, jnp.full(256, 33, jnp.int32))
     assert (num_cached == 32).all()

@@ -156,7 +156,7 @@ def test_a_prefix_is_found_until_the_weights_change():
 
 
 def test_blocks_that_old_weights_began_do_not_match_with_new_ones():
-    """The first block is full but not yet listed when the weights change."""
+    """The first block is full but not yet cached when the weights change."""
     engine, prompt = shared_engine(prefix_cache=True), [9, 8, 7]
     engine.add_request(prompt, greedy(20))
     engine.step()

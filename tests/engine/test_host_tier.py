@@ -57,7 +57,7 @@ def engine():
 
 
 def settle(engine):
-    """Waits until all listed blocks are in host memory."""
+    """Waits until all cached blocks are in host memory."""
     for seed in range(2):
         engine.generate([[seed]], greedy(6))
 
@@ -108,7 +108,7 @@ def test_a_short_prefix_is_computed_instead(engine, length, found):
     assert count(engine, [*prompt, 1], greedy(1)) == (found, found, length + 1 - found)
 
 
-# Twelve do not fit into the pool: listed blocks may be overwritten in the next slice, before they are copied.
+# Twelve do not fit into the pool: cached blocks may be overwritten in the next slice, before they are copied.
 @pytest.mark.parametrize(("at_once", "part"), [(2, 0.95), (12, 0.4)])
 def test_alternating_conversations_find_most_of_what_an_endless_pool_would(engine, at_once, part):
     talks, endless = [make_prompt(seed, 12) for seed in range(12)], 0
@@ -153,7 +153,7 @@ def test_new_weights_match_no_old_blocks(engine, monkeypatch):
             engine.step()  # its blocks are in transit
         engine.update_weights(random_weights(1))
         assert tokens_of(finish(engine).values()) == [expected_tokens(prompt, greedy(6), 1)]
-    assert counts.num_found == 0  # the arrived blocks were listed for the old weights
+    assert counts.num_found == 0  # the arrived blocks were cached for the old weights
     evict_cached(engine, 1)
     assert count(engine, [*prompt, 3], seed=1)[:2] == (24, 24)
 
@@ -179,7 +179,7 @@ def test_random_requests_in_a_tight_pool_get_the_right_tokens(engine):
     result = soak(engine, 250, num_kinds=40)
     assert min(result[name] for name in ("abort", "preempted")) > 0
     assert result["brought"] > 100
-    settle(engine)  # it is listed again: the soak ends with a sleep
+    settle(engine)  # it is cached again: the soak ends with a sleep
     settle(engine)
     assert pending_copies(engine._runner.tier) == []
 
@@ -220,18 +220,18 @@ def lost_run_maker(engine, seed):
     return lambda begin, end, page: Run(None, salt, prompt[:end], [bytes([i]) for i in range(end)], begin, 1, [page])
 
 
-def test_blocks_after_a_gap_are_not_listed(engine):
+def test_blocks_after_a_gap_are_not_inserted(engine):
     make_run, copies = lost_run_maker(engine, 7), engine._runner.tier._copies
-    for begin, end, is_listed in ((4, 6, False), (0, 4, True), (4, 6, True)):
+    for begin, end, is_cached in ((4, 6, False), (0, 4, True), (4, 6, True)):
         run = make_run(begin, end, copies._nothing)
         (engine._runner.state_of_slice,) = copies.put(engine._runner.state, [run])
         ids, serials = np.asarray(run.where)[:, run.index, begin:end]
-        assert (ids > 0).tolist() == (serials > 0).tolist() == [is_listed] * (end - begin)
+        assert (ids > 0).tolist() == (serials > 0).tolist() == [is_cached] * (end - begin)
         assert_invariants(engine)
     engine.update_weights(random_weights())  # the pool holds no cached blocks
 
 
-def test_blocks_without_room_are_neither_written_nor_listed(engine):
+def test_blocks_without_room_are_neither_written_nor_inserted(engine):
     make_run, runner, copies = lost_run_maker(engine, 8), engine._runner, engine._runner.tier._copies
     allocator, hidden = without_blocks(runner.state.allocator, int(runner.state.allocator.num_free) - 3)
     before = jax.tree.map(np.array, runner.state.caches)
@@ -303,13 +303,13 @@ class FakeDevice:
         pool = dict(block_size=SIZE, num_blocks=POOL, page_bytes=1, num_prompts=2)
         self.copies = SimpleNamespace(**pool, **sizes, most_leaving=2 * sizes["num_pages"], bring=lambda pages: pages)
         self.tier = HostTier(self.copies, least_tokens=least_tokens, growth=growth)
-        self.places, self.held, self.slow, self.num_listed, self.room = {}, set(), set(), 0, POOL
+        self.places, self.held, self.slow, self.num_inserted, self.room = {}, set(), set(), 0, POOL
 
     def list(self, keys):
         for key in keys:
             if key not in self.places:
-                self.num_listed += 1
-                self.places[key] = self.num_listed % (POOL - 1) + 1, self.num_listed
+                self.num_inserted += 1
+                self.places[key] = self.num_inserted % (POOL - 1) + 1, self.num_inserted
 
     def slice(self, *rows, moves=None, lost=()):
         """Runs the moves of a slice, then loses blocks."""
@@ -406,7 +406,7 @@ def test_blocks_that_the_device_may_be_losing_are_restored_too():
     assert names(device.arriving(row(*PROMPT))) == [["1/2", "3/4", "5/6"]]  # the tier has not noticed its return
 
 
-def test_blocks_that_could_not_be_listed_count_as_lost():
+def test_blocks_that_could_not_be_inserted_count_as_lost():
     device = FakeDevice(least_tokens=1)
     keys = device.keep(row(*PROMPT))
     first, second = device.arriving(row(*PROMPT))

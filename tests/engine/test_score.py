@@ -104,10 +104,10 @@ def test_a_cached_prompt_is_computed_only_where_scores_need_it():
     for one, answer in zip(scores, answers, strict=True):
         np.testing.assert_allclose(one.logprobs, expected_score(prompt, answer)[0], atol=1e-4)
     _, counts = score([prompt[:20]] * 3)
-    assert counts == (3 * 4 + 1 + 2, 3 * 16)  # 20 tokens are listed, and the last is needed
+    assert counts == (3 * 4 + 1 + 2, 3 * 16)  # 20 tokens are cached, and the last is needed
 
 
-def test_given_tokens_are_listed_and_not_the_models_own():
+def test_given_tokens_are_cached_and_not_the_models_own():
     engine, text = shared_engine(prefix_cache=True), [*range(13, 25)]
     for _ in range(2):  # the last answer fills a block in the second round
         engine.score([text[:-1]], [text[-1:]])

@@ -300,7 +300,7 @@ class PrefixSchedulerModel(SchedulerModel):
     def __init__(self, max_requests: int, num_seats: int, max_length: int, max_steps: int, pool: Model):
         super().__init__(max_requests, num_seats, max_length, max_steps, pool)
         self.rounds, self.is_due = [0, 0, 0], False  # forgets of each adapter; the last entry is for no adapter
-        self.num_listed = [0.0] * num_seats  # full blocks listed; infinite if there is nothing to list before the end
+        self.num_inserted = [0.0] * num_seats  # full blocks inserted; infinite: none before the end
         self.left: list[int | None] = [None] * num_seats  # requests whose blocks stay until `change_seats`
         self.num_hits = self.num_lookups = 0
 
@@ -331,10 +331,10 @@ class PrefixSchedulerModel(SchedulerModel):
     def leave_after_commit(self, sampled: list[int], leaving: list[int]) -> None:
         for seat in range(len(self.seats)):
             num_full = self.full(self.pool.lengths[seat])
-            self.is_due |= num_full > self.num_listed[seat]
-            self.num_listed[seat] = max(num_full, self.num_listed[seat])
+            self.is_due |= num_full > self.num_inserted[seat]
+            self.num_inserted[seat] = max(num_full, self.num_inserted[seat])
             if seat in sampled or seat in leaving:
-                self.num_listed[seat] = float("inf")
+                self.num_inserted[seat] = float("inf")
         for seat in leaving:
             self.left[seat], self.seats[seat] = self.seats[seat], None
             self.is_due = True
@@ -375,7 +375,7 @@ class PrefixSchedulerModel(SchedulerModel):
         prompts = [request.tokens if s == seat else [] for s in range(len(self.seats))]
         self.pool.match_prefix(prompts, [self.salt(i)] * len(self.seats))
         self.pool.salts[seat] = self.salt(i)
-        self.num_listed[seat] = len(hits)
+        self.num_inserted[seat] = len(hits)
         self.num_hits += len(hits)
         self.num_lookups += self.full(len(request.tokens) - 1)
         return True
@@ -405,7 +405,7 @@ class PrefixSchedulerModel(SchedulerModel):
             return False
         key = self.pool.key(self.salt(i), tokens, column)
         computing = [(self.salt(j), j) for j in candidates]
-        computing += [(self.pool.salts[s], self.seats[s]) for s in self.seated() if self.num_listed[s] <= column]
+        computing += [(self.pool.salts[s], self.seats[s]) for s in self.seated() if self.num_inserted[s] <= column]
         others = [(salt, self.requests[j].tokens) for salt, j in computing if self.comes_before(j, i)]
         return any(
             column < self.full(len(other)) and self.pool.key(salt, other, column) == key for salt, other in others

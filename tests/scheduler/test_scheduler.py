@@ -204,8 +204,8 @@ def test_each_broken_invariant_is_named(invariant):
 def test_each_broken_invariant_of_prefixes_is_named():
     scheduler, allocator = two_running()
     prefixes = scheduler.prefixes
-    listing = dataclasses.replace(prefixes.cache.listing, tokens=jnp.ones((6, 2), jnp.int32))
-    other_tokens = dataclasses.replace(prefixes.cache, listing=listing)
+    cached = dataclasses.replace(prefixes.cache.cached, tokens=jnp.ones((6, 2), jnp.int32))
+    other_tokens = dataclasses.replace(prefixes.cache, cached=cached)
     broken = {
         "who_left_has_no_seat": dict(left=int32(0, 3), is_due=jnp.asarray(True)),
         "a_change_is_due_where_somebody_left": dict(left=int32(3, 1)),

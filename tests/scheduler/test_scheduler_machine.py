@@ -227,7 +227,7 @@ class Twins:
             assert prefixes is None
             return
         assert [None if i == model.max_requests else i for i in prefixes.left] == model.left
-        assert np.where(prefixes.num_listed < 2**31 - 1, prefixes.num_listed, np.inf).tolist() == model.num_listed
+        assert np.where(prefixes.num_inserted < 2**31 - 1, prefixes.num_inserted, np.inf).tolist() == model.num_inserted
         for name in ("num_hits", "num_lookups"):
             assert getattr(prefixes.cache, name) == getattr(model, name), name
 

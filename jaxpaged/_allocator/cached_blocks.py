@@ -15,7 +15,7 @@ from jaxpaged._public_state import public_state
 from jaxpaged._put import put
 from jaxpaged._threefry import threefry
 
-PROBES = 6  # buckets of the table in which a block may be listed
+PROBES = 6  # buckets of the table in which a block may be stored
 # With every block cached, a bucket is taken with a probability of at most 1/8.
 BUCKETS = 8  # minimum number of buckets per block of the pool
 
@@ -24,17 +24,17 @@ class Found(NamedTuple):
     """Result of a lookup of full blocks of sequences, arrays `[seqs, columns]`."""
 
     tags: jax.Array  # uint32, hash of each block and all blocks before it
-    probes: jax.Array  # int32 [seqs, columns, PROBES], buckets in which each block may be listed
+    probes: jax.Array  # int32 [seqs, columns, PROBES], buckets in which each block may be stored
     are_taken: jax.Array  # bool [seqs, columns, PROBES], whether a cached block is in the bucket
-    ids: jax.Array  # int32, listed block with the same tag and salt; 0: none
-    are_listed: jax.Array  # bool, whether there is a listed block
+    ids: jax.Array  # int32, cached block with the same tag and salt; 0: none
+    are_cached: jax.Array  # bool, whether there is such a block
     are_same: jax.Array  # bool, whether it holds exactly these tokens, and follows the block in the column before
 
 
 @public_state
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Listing:
+class CachedBlocks:
     """The cached blocks of a pool, found by salt, tokens and preceding block. Immutable.
 
     Attributes:
@@ -47,7 +47,7 @@ class Listing:
         table: int32 `[buckets]`, a hash table of block ids. An entry is valid only if the block's home is this bucket
             and the pool still has the block as cached. Buckets with other entries are free.
         secret: uint32 `[4]`, key of the hashes.
-        next_serial: int32 `[]`, serial of the next block to be listed.
+        next_serial: int32 `[]`, serial of the next block to be inserted.
         companions: int32 `[groups - 1, blocks]`: for each cached block of the first group, the block of each other
             group with the same tokens. A companion is valid if the pool has it as cached, its home is -1 minus its
             group, and its serial is that of the block of the first group. None with a single group.
@@ -68,7 +68,7 @@ class Listing:
     companions: jax.Array | None
 
     @classmethod
-    def create(cls, num_blocks: int, block_size: int, num_groups: int, secret: Sequence[int]) -> Listing:
+    def create(cls, num_blocks: int, block_size: int, num_groups: int, secret: Sequence[int]) -> CachedBlocks:
         # A separate array for each field: a buffer cannot be donated twice.
         return cls(
             tokens=jnp.zeros((num_blocks, block_size), jnp.int32),
@@ -89,7 +89,7 @@ class Listing:
         num_blocks, block_size = self.tokens.shape
         return num_blocks, block_size, 1 if self.companions is None else 1 + len(self.companions)
 
-    def clear(self) -> Listing:
+    def clear(self) -> CachedBlocks:
         return dataclasses.replace(self, table=jnp.zeros_like(self.table))
 
     def look_up(self, pool: BlockPool, blocks: jax.Array, salts: jax.Array) -> Found:
@@ -99,26 +99,26 @@ class Listing:
         are_taken = pool.is_cached(ids) & (self.homes[ids] == probes)
         hits = are_taken & (self.tags[ids] == tags[..., None]) & (self.salts[ids] == salts[:, None, None])
         first = hits & (jnp.cumsum(hits, axis=-1, dtype=jnp.int32) == 1)
-        ids, are_listed = jnp.where(first, ids, 0).sum(axis=-1, dtype=jnp.int32), hits.any(axis=-1)
-        return Found(tags, probes, are_taken, ids, are_listed, self._confirm(ids, are_listed, blocks))
+        ids, are_cached = jnp.where(first, ids, 0).sum(axis=-1, dtype=jnp.int32), hits.any(axis=-1)
+        return Found(tags, probes, are_taken, ids, are_cached, self._confirm(ids, are_cached, blocks))
 
     def _hash(self, blocks: jax.Array, salts: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Tags `[seqs, columns]`, and the buckets in which each block may be listed, `[seqs, columns, PROBES]`."""
+        """Tags `[seqs, columns]`, and the buckets in which each block may be stored, `[seqs, columns, PROBES]`."""
         # Without the barrier XLA recomputes the hashes for each probe, and compiles for minutes on a CPU.
         tags, starts = jax.lax.optimization_barrier(chain_hashes(blocks, salts, self.secret))
         steps = tags * np.uint32(2) + np.uint32(1)  # odd, so that the probes differ
         probes = starts[..., None] + jnp.arange(PROBES, dtype=jnp.uint32)[None, None] * steps[..., None]
         return tags, (probes & np.uint32(self.table.shape[0] - 1)).astype(jnp.int32)
 
-    def _confirm(self, ids: jax.Array, listed: jax.Array, blocks: jax.Array) -> jax.Array:
-        """Whether the listed blocks hold exactly these tokens, and follow the block in the column before."""
-        before = _before(jnp.where(listed, self.serials[ids], -1))
-        return listed & (self.tokens[ids] == blocks).all(axis=-1) & (self.parents[ids] == before)
+    def _confirm(self, ids: jax.Array, cached: jax.Array, blocks: jax.Array) -> jax.Array:
+        """Whether the cached blocks hold exactly these tokens, and follow the block in the column before."""
+        before = _before(jnp.where(cached, self.serials[ids], -1))
+        return cached & (self.tokens[ids] == blocks).all(axis=-1) & (self.parents[ids] == before)
 
     def add(
         self, found: Found, own: jax.Array, wanted: jax.Array, is_full: jax.Array, blocks: jax.Array, salts: jax.Array
-    ) -> tuple[Listing, jax.Array, jax.Array, jax.Array]:
-        """Lists the wanted blocks. Of duplicates the first wins; a block without a bucket or without its parent is
+    ) -> tuple[CachedBlocks, jax.Array, jax.Array, jax.Array]:
+        """Inserts the wanted blocks. Of duplicates the first wins; a block without a bucket or without its parent is
         skipped.
 
         Args:
@@ -130,43 +130,43 @@ class Listing:
             salts: int32 `[seqs]`.
 
         Returns:
-            listing: the new listing.
-            ids: int32 `[seqs, columns]`, the listed block with the same tokens.
-            are_listed: bool `[seqs, columns]`, whether this block and all blocks before it are listed.
-            new: bool `[seqs, columns]`, whether the sequence's own block was listed now.
+            cached: the new state.
+            ids: int32 `[seqs, columns]`, the cached block with the same tokens.
+            are_cached: bool `[seqs, columns]`, whether this block and all blocks before it are cached.
+            new: bool `[seqs, columns]`, whether the sequence's own block was inserted now.
         """
         # 1. New blocks get buckets. Duplicates share the bucket of the first.
         table, firsts, homes = _claim_buckets(self.table, wanted, found, salts)
         entries = jnp.arange(own.size, dtype=jnp.int32).reshape(own.shape)
         are_first = firsts == entries
-        ids = jnp.where(found.are_listed, found.ids, own.ravel()[firsts])
+        ids = jnp.where(found.are_cached, found.ids, own.ravel()[firsts])
         before = _before(ids)
 
         # 2. The block found, or the first duplicate, must have exactly the same tokens and the same preceding block.
         same = (blocks.reshape(own.size, -1)[firsts] == blocks).all(axis=-1) & (before.ravel()[firsts] == before)
         same &= firsts % own.shape[1] == entries % own.shape[1]
-        same = jnp.where(found.are_listed, found.are_same, (firsts >= 0) & same)
-        are_listed = all_before(is_full & same)
-        new = are_listed & are_first
+        same = jnp.where(found.are_cached, found.are_same, (firsts >= 0) & same)
+        are_cached = all_before(is_full & same)
+        new = are_cached & are_first
 
         # 3. The fields of the new blocks.
-        def listed(old: jax.Array, values: jax.Array) -> jax.Array:
+        def inserted(old: jax.Array, values: jax.Array) -> jax.Array:
             return put(old, own, new, values)
 
         rank = jnp.cumsum(new.ravel().astype(jnp.int32), dtype=jnp.int32).reshape(new.shape)
-        serials = listed(self.serials, self.next_serial + rank - 1)
-        listing = dataclasses.replace(
+        serials = inserted(self.serials, self.next_serial + rank - 1)
+        cached = dataclasses.replace(
             self,
-            tokens=listed(self.tokens, blocks),
-            salts=listed(self.salts, jnp.broadcast_to(salts[:, None], own.shape)),
+            tokens=inserted(self.tokens, blocks),
+            salts=inserted(self.salts, jnp.broadcast_to(salts[:, None], own.shape)),
             serials=serials,
-            parents=listed(self.parents, jnp.where(before > 0, serials[before], 0)),
-            tags=listed(self.tags, found.tags),
-            homes=listed(self.homes, homes),
+            parents=inserted(self.parents, jnp.where(before > 0, serials[before], 0)),
+            tags=inserted(self.tags, found.tags),
+            homes=inserted(self.homes, homes),
             table=put(table, homes, are_first, jnp.where(new, own, 0)),
             next_serial=self.next_serial + rank[-1, -1],
         )
-        return listing, ids, are_listed, new
+        return cached, ids, are_cached, new
 
     def companions_of(self, pool: BlockPool, firsts: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Blocks of the other groups with the same tokens, `[groups - 1, ...]`, and whether they are valid."""
@@ -174,42 +174,42 @@ class Listing:
             return firsts[None][:0], jnp.zeros_like(firsts[None], jnp.bool_)[:0]
         ids = self.companions[:, firsts]
         groups = jnp.arange(len(ids), dtype=jnp.int32).reshape(-1, *[1] * firsts.ndim)
-        are_listed = pool.is_cached(ids) & (self.homes[ids] == -2 - groups)
-        return ids, are_listed & (self.serials[ids] == self.serials[firsts][None])
+        are_cached = pool.is_cached(ids) & (self.homes[ids] == -2 - groups)
+        return ids, are_cached & (self.serials[ids] == self.serials[firsts][None])
 
     def add_companions(
         self, pool: BlockPool, own: jax.Array, firsts: jax.Array, wanted: jax.Array
-    ) -> tuple[Listing, jax.Array, jax.Array]:
-        """Lists the wanted blocks of the other groups. Of duplicates the first wins.
+    ) -> tuple[CachedBlocks, jax.Array, jax.Array]:
+        """Inserts the wanted blocks of the other groups. Of duplicates the first wins.
 
         Args:
             pool: the allocator's pool.
             own: int32 `[groups - 1, seqs, columns]`, blocks of the sequences.
-            firsts: int32 `[seqs, columns]`, listed blocks of the first group with the same tokens.
+            firsts: int32 `[seqs, columns]`, cached blocks of the first group with the same tokens.
             wanted: bool, in the shape of `own`.
 
         Returns:
-            listing: the new listing.
-            ids: int32, in the shape of `own`: the listed block for each wanted one.
-            new: bool, in the shape of `own`: whether the sequence's own block was listed now.
+            cached: the new state.
+            ids: int32, in the shape of `own`: the cached block for each wanted one.
+            new: bool, in the shape of `own`: whether the sequence's own block was inserted now.
         """
         assert self.companions is not None
-        ids, listed = self.companions_of(pool, firsts)
+        ids, are_cached = self.companions_of(pool, firsts)
         size = self.companions.size
         entries = jnp.arange(own.size, dtype=jnp.int32).reshape(own.shape)
         groups = jnp.arange(len(own), dtype=jnp.int32)[:, None, None]
-        targets = jnp.where(wanted & ~listed, groups * pool.num_blocks + firsts[None], size)
+        targets = jnp.where(wanted & ~are_cached, groups * pool.num_blocks + firsts[None], size)
         winners = jnp.full(size, own.size, jnp.int32).at[targets].min(entries, mode="drop")
         winners = winners.at[targets].get(mode="fill", fill_value=own.size)
         new = winners == entries
-        ids = jnp.where(listed, ids, own.ravel().at[winners].get(mode="clip"))
-        listing = dataclasses.replace(
+        ids = jnp.where(are_cached, ids, own.ravel().at[winners].get(mode="clip"))
+        cached = dataclasses.replace(
             self,
             companions=put(self.companions.ravel(), targets, new, own).reshape(self.companions.shape),
             serials=put(self.serials, own, new, self.serials[firsts][None]),
             homes=put(self.homes, own, new, -2 - groups),
         )
-        return listing, ids, new
+        return cached, ids, new
 
 
 def _claim_buckets(

@@ -1,7 +1,9 @@
 VENV ?= .venv
+PYTHONS ?= python3.12 python3.13
+TESTS ?= tests/allocator tests/cache
 PYTHON := "$(VENV)/bin/python"
 
-.PHONY: demo test test-fast test-oldest test-ptxas mutants docs lint format setup lock clean help
+.PHONY: demo test test-fast test-oldest test-ptxas mutants docs release lint format setup lock clean help
 .DEFAULT_GOAL := demo
 
 help: ## this list
@@ -39,6 +41,14 @@ docs: ## the site, into build/site
 	"$(VENV)-docs/bin/python" tools/check_site.py build/site
 	@echo "The site: build/site/index.html. Its search needs a server: python3 -m http.server --directory build/site"
 
+release: ## sdist and wheel in dist; with each of PYTHONS, README, types and the quick ones of TESTS on the wheel
+	"$$(tools/find_python.sh)" -m venv "$(VENV)-release"
+	"$(VENV)-release/bin/python" -m pip install --quiet --upgrade --constraint requirements.lock \
+		pip build==1.6.1 mypy "pyright[nodejs]==1.1.414" twine==7.0.0
+	rm -rf dist
+	"$(VENV)-release/bin/python" -m build
+	"$(VENV)-release/bin/python" tools/check_release.py --pythons $(PYTHONS) --tests $(TESTS)
+
 lint: setup
 	$(PYTHON) -m ruff check
 	$(PYTHON) -m ruff format --check
@@ -56,4 +66,4 @@ lock: ## renew requirements.lock; needs uv
 		--no-annotate --no-emit-index-url --custom-compile-command "make lock" --upgrade -o requirements.lock
 
 clean:
-	rm -rf "$(VENV)" "$(VENV)-ptxas" "$(VENV)-docs" build
+	rm -rf "$(VENV)" "$(VENV)-ptxas" "$(VENV)-docs" "$(VENV)-release" build dist

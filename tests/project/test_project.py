@@ -18,10 +18,14 @@ def test_the_workflow_runs_the_targets_of_contributing_on_every_python():
     workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
     runs = workflow["jobs"]["make"]["strategy"]["matrix"]["include"]
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert {run["target"] for run in runs} == {"test", "test-oldest", "docs"} <= set(targets)
-    assert [run["python"] for run in runs if run["target"] == "test"] == PYTHONS
+    assert {run["target"] for run in runs} == {"test", "docs", "release"} <= set(targets)
+    (oldest,) = (line.partition(">=")[2].partition(",")[0] for line in PROJECT["dependencies"] if "jax>" in line)
+    locked = re.search(r"^jax==(.*)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)[1]
+    tested = [(run["python"], run["jax"]) for run in runs if run["target"] == "test"]
+    assert tested == [*((python, locked) for python in PYTHONS), (PYTHONS[0], oldest)]
+    assert [run["python"].split() for run in runs if run["target"] == "release"] == [PYTHONS]
     assert f">={PYTHONS[0]}" == PROJECT["requires-python"]
-    assert workflow["jobs"]["make"]["steps"][-1] == {"run": "make ${{ matrix.target }}"}
+    assert workflow["jobs"]["make"]["steps"][-1] == {"run": "make ${{ matrix.target }} JAX=${{ matrix.jax }}"}
 
 
 @pytest.mark.parametrize("form", sorted((ROOT / ".github/ISSUE_TEMPLATE").iterdir()), ids=lambda form: form.name)

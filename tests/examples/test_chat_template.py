@@ -24,6 +24,7 @@ WRONG = {
     "{{ '\\ud800' }}": "surrogates not allowed",
     "{{ ''.__class__.__mro__ }}": "is unsafe",
     "{{ raise_exception('no\nsystem') }}": "no system",
+    "{% include '/etc/passwd' %}": "no loader",
     "{{ namespace(__class__=1) }}": "cannot store underscore-prefixed",
 }
 SEEN = {

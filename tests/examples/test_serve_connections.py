@@ -91,6 +91,18 @@ def test_a_body_with_two_lengths_is_refused_and_the_rest_is_not_read(server, pat
     assert "A request has Content-Length or Transfer-Encoding, not both." in answer
 
 
+def test_a_body_without_a_length_is_read_up_to_the_limit(server):
+    with connected(server) as connection:
+        send(connection, "/v1/completions", b"1771\r\n" + b" " * 6001, "Transfer-Encoding: chunked")  # no end follows
+        assert connection.recv(12) == b"HTTP/1.1 413"
+
+
+def test_a_body_without_the_key_is_not_read(server):
+    with connected(server) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: 1000\r\n\r\n")
+        assert connection.recv(12) == b"HTTP/1.1 401"
+
+
 def test_a_full_queue_answers_with_retry_after(server, gate):
     streams = [complete(server, max_tokens=4, n=5, stream=True) for _ in range(2)]  # 4 seats, and 6 wait
     status, headers, answer = ask(server, body=body())
@@ -185,8 +197,9 @@ def test_an_engine_that_fails_ends_the_server(service, monkeypatch, error):
 
     with running(service) as server:
         monkeypatch.setattr(engine, "step", fail)
-        with pytest.raises(openai.InternalServerError, match="The engine failed"):
+        with pytest.raises(openai.InternalServerError, match="The engine failed") as refused:
             complete(server)
+        assert "out of memory" not in str(refused.value)
         server.thread.join(60)
         assert not server.thread.is_alive()
         assert str(server.engine.failure) == "out of memory"

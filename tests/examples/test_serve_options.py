@@ -1,9 +1,12 @@
 """Options of examples/serve.py: adapters, the memory of the cache, the longest request."""
 
+from types import SimpleNamespace
+
 import pytest
 import safetensors.numpy
 
 import serve
+from lib import http_server
 from lib.checkpoint import CheckpointError
 from lib.command_line import RequestError
 from tests.examples.serving import make_service
@@ -89,3 +92,22 @@ def test_a_maximum_length_that_is_not_reached_is_reported(tiny, capsys, options,
     assert capsys.readouterr().err == (
         "" if reason is None else f"Requests may have {max_model_len} tokens, {reason}\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "address", "warns"),
+    [
+        ([], "127.0.0.1", False),
+        (["--host=0.0.0.0"], "0.0.0.0", True),
+        (["--host=0.0.0.0", "--api-key=key"], "0.0.0.0", False),
+    ],
+)
+def test_only_this_machine_reaches_the_server_by_default(monkeypatch, capsys, options, address, warns):
+    addresses = []
+    server = SimpleNamespace(run=lambda listeners: addresses.append(listeners[0].getsockname()[0]))
+    monkeypatch.delenv(serve.API_KEY, raising=False)
+    monkeypatch.setattr(serve, "create_service", lambda args: SimpleNamespace(engine=SimpleNamespace(failure=None)))
+    monkeypatch.setattr(http_server, "Server", lambda *_, **__: server)
+    assert serve.main(["--port=0", *options]) == 0
+    assert addresses == [address]
+    assert ("Warning: anyone who can reach 0.0.0.0" in capsys.readouterr().err) == warns

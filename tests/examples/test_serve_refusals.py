@@ -1,11 +1,16 @@
 """Requests that examples/serve.py refuses."""
 
 import json
+import secrets
 
 import pytest
+from starlette.routing import Route
 
+from lib import completions
+from lib.adapter_slots import AdapterSlots
+from lib.app import create_app
 from lib.chat_template import ChatTemplateError, RendererBusyError
-from tests.examples.serving import KEY, ask, body, chat_body, read
+from tests.examples.serving import KEY, ask, body, chat_body, read, running
 
 # Bodies, messages, and the fields that the errors name, by default the first word of the message.
 REFUSED = [
@@ -20,6 +25,7 @@ REFUSED = [
     (body(prompt=[]), "prompt must be a text, a list of token ids, or a list of these."),
     (body(prompt=[[1], [2.5]]), "prompt must be a text, a list of token ids, or a list of these."),
     (body(prompt=[1, 300]), "prompt must hold token ids from 0 to 299."),
+    (body(prompt=["a"] * 65), "prompt must be at most 64 prompts; got 65."),
     (body(prompt=["a"] * 11), "at most 10 completions here; got 11.", "n"),
     (body(prompt="\ud800"), "prompt must be Unicode"),
     (
@@ -44,7 +50,9 @@ REFUSED = [
     (body(min_p=1.5), "min_p must be a number from 0 to 1; got 1.5."),
     (body(seed=2**63), "seed must be a whole number from -9223372036854775808 to 9223372036854775807"),
     (body(n=0), "n must be a whole number from 1 to 16; got 0."),
+    (body(n=17), "n must be a whole number from 1 to 16; got 17."),
     (body(stop=["a"] * 33), "stop must be a text or at most 32 texts"),
+    (body(stop="a" * 201), "stop must be a text or at most 32 texts, each of 1 to 200 characters."),
     (body(stop=""), "stop must be a text or at most 32 texts"),
     (body(stop_token_ids=[300]), "stop_token_ids must be at most 16 token ids from 0 to 299."),
     (body(stop_token_ids=[1] * 17), "stop_token_ids must be at most 16 token ids from 0 to 299."),
@@ -82,6 +90,7 @@ REFUSED_CHATS = [
     (chat_body(chat_template_kwargs=[]), "expected a JSON object; got [].", "chat_template_kwargs"),
     (chat_body(top_logprobs=1), "top_logprobs goes with logprobs: true."),
     (chat_body(logprobs=1), "logprobs must be true or false; got 1."),
+    (chat_body(chat_template="{{ 1 }}"), "chat_template is not supported here; leave it out."),
     (chat_body(echo=True), "echo is not supported here; leave it out."),
     (
         chat_body(stream=True, stream_options={"include_usage": 1}),
@@ -157,15 +166,44 @@ def test_a_busy_machine_is_not_a_client_error(server, monkeypatch, error, status
     assert server.engine.num_open == 0
 
 
-def test_a_configured_key_is_required(server):
-    for path, content in (
-        ("/v1/completions", body()),
-        ("/tokenize", "{}"),
-        ("/detokenize", "{}"),
-        ("/v1/models", None),
-    ):
-        for key in ("Bearer wrong", "", KEY, "Bearer \u00e9"):
-            status, _, answer = ask(server, path, content, Authorization=key)
-            assert (status, json.loads(answer)["error"]["code"]) == (401, "invalid_api_key")
-    assert ask(server, "/health", Authorization="")[0] == 200
+def test_all_paths_but_the_counts_require_the_key(server):
+    adapters = AdapterSlots(num_empty=1, write=lambda slot, factors: None)
+    with running(server.service, adapters=adapters, has_tokenizer_info=True) as opened:
+        without_key = {}
+        for route in create_app(opened.service).routes:
+            assert type(route) is Route  # no folder of files
+            path, content = route.path.replace("{model:path}", "model"), "{}" if "POST" in route.methods else None
+            without_key[path], _, answer = ask(opened, path, content, Authorization="")
+            if without_key[path] != 200:
+                assert json.loads(answer)["error"]["code"] == "invalid_api_key"
+    assert {path for path, status in without_key.items() if status == 200} == {"/", "/health", "/metrics", "/version"}
+    assert set(without_key.values()) == {200, 401}
+    assert len(without_key) == 13
+
+
+def test_a_wrong_key_is_refused_and_compared_in_constant_time(server, monkeypatch):
+    compared, compare = [], secrets.compare_digest
+    monkeypatch.setattr(secrets, "compare_digest", lambda *keys: compared.append(keys) or compare(*keys))
+    for sent in ("Bearer wrong", "", KEY, "Bearer \u00e9"):
+        status, _, answer = ask(server, "/v1/models", Authorization=sent)
+        assert (status, json.loads(answer)["error"]["code"]) == (401, "invalid_api_key")
+    assert compared == [(b"wrong", KEY.encode()), ("\u00e9".encode("latin-1"), KEY.encode())]
     assert ask(server, "/v1/models", Authorization=f"bearer {KEY}")[0] == 200  # the scheme is case-insensitive
+
+
+@pytest.mark.parametrize(
+    "path", ["/../serve.py", "/%2e%2e/serve.py", "//etc/passwd", "/lib/app.py", "/serve_page.html"]
+)
+def test_no_path_is_a_file(server, path):
+    assert ask(server, path)[0] == ask(server, f"/v1/models/..{path}")[0] == 404
+
+
+def test_an_unexpected_error_tells_the_client_nothing(server, monkeypatch):
+    def fail(*_):
+        raise ValueError("a line of the code")
+
+    monkeypatch.setattr(completions, "encode", fail)
+    for is_streamed in (False, True):
+        status, _, answer = ask(server, body=body(stream=is_streamed))
+        assert (status, json.loads(answer)["error"]["message"]) == (500, "The server failed.")
+    assert server.engine.num_open == 0

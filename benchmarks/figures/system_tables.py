@@ -57,13 +57,31 @@ def engine(points: Points) -> str:
 
 def beside_vllm(points: Points) -> str:
     """Tokens per second of the engine and of vLLM at its defaults, for the same requests on one machine."""
-    rows = []
-    for model, name in {"1b": "Llama 3.2 1B", "8b": "Llama 3 8B"}.items():
-        ours, peer = points(f"h100/engine_{model}"), points(f"h100/vllm_{model}")
-        for count in (2048, 1024, 512):
-            rates = [result[f"engine {count}"]["tokens_per_s"] for result in (ours, peer)]
-            rows.append([name, f"{count:,}", *(f"{rate:,.0f}" for rate in rates), f"{rates[0] / rates[1]:.2f}"])
+    rows = [
+        [model, f"{count:,}", *(f"{rate:,.0f}" for rate in rates), f"{rates[0] / rates[1]:.2f}"]
+        for (model, count), rates in vllm_rates(points).items()
+    ]
     return table(("shape of", "requests at once", "jaxpaged", "vLLM 0.25.1", "ratio"), rows)
+
+
+def times_vllm(points: Points) -> str:
+    """A sentence with the smallest and the largest ratio of each model."""
+    ratios: dict[str, list[float]] = {}
+    for (model, _), (ours, theirs) in vllm_rates(points).items():
+        ratios.setdefault(model, []).append(ours / theirs)
+    (small, most), (large, more) = ((model, f"{min(r):.1f} to {max(r):.1f} times") for model, r in ratios.items())
+    return f"The engine generates {most} vLLM's tokens a second with the shape of {small}, and {more} with {large}'s."
+
+
+def vllm_rates(points: Points) -> dict[tuple[str, int], list[float]]:
+    """Tokens per second of the engine and of vLLM, by model and number of requests."""
+    return {
+        (name, count): [
+            points(f"h100/{engine}_{model}")[f"engine {count}"]["tokens_per_s"] for engine in ("engine", "vllm")
+        ]
+        for model, name in {"1b": "Llama 3.2 1B", "8b": "Llama 3 8B"}.items()
+        for count in (2048, 1024, 512)
+    }
 
 
 def arrivals(points: Points) -> str:

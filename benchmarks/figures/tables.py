@@ -29,6 +29,7 @@ TABLES: dict[str, Callable[[Points], str]] = {
     "portable prefill": kernel_tables.portable_prefill,
     "summary": kernel_tables.summary,
     "beside vllm": system_tables.beside_vllm,
+    "times vllm": system_tables.times_vllm,
     "engine": system_tables.engine,
     "arrivals": system_tables.arrivals,
     "slices": slice_tables.slices,
@@ -74,12 +75,15 @@ def with_sources(table: Callable[[Points], str]) -> str:
         return read[name]["points"]
 
     text = table(points)
-    return f"{text}\n\n{'; '.join(source(name, read[name]) for name in read)}."
+    files: dict[str, list[str]] = {}
+    for name, file in read.items():
+        files.setdefault(source(file), []).append(f"`{name}.json`")
+    return f"{text}\n\n{'; '.join(f'{of} ({", ".join(names)})' for of, names in files.items())}."
 
 
-def source(name: str, content: dict[str, Any]) -> str:
+def source(content: dict[str, Any]) -> str:
     commit = f"commit {content['commit']}" if content["commit"] else "commit not recorded"
-    return f"{machine(content)}, {commit}, {content['date']} (`{name}.json`)"
+    return f"{machine(content)}, {commit}, {content['date']}"
 
 
 def filled(text: str) -> str:

@@ -34,10 +34,11 @@ TOYS = {
     "kernels.prefill": "--toy --peers cudnn",
     "soak.random_cases": "--implementation xla --cases 42 --families 'group of 3'",
 }
-FIGURES = {"figures.allocator": "h100/allocator.json", "figures.decode": "h100/decode.json"}
+FIGURES = {"figures.allocator": "h100/allocator.json"}
 # They need a GPU, vLLM or minutes, write into docs/, or have their own test.
 OTHERS = (
     "engine.vllm_peer",
+    "figures.bars",
     "figures.memory",
     "figures.tables",
     "kernels.kernel_steps",

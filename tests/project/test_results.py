@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks.figures import tables
+from benchmarks.figures import bars, tables
 from benchmarks.harness import Store
 
 ROOT, RESULTS = tables.ROOT, tables.RESULTS
@@ -62,6 +62,25 @@ def test_tables_in_the_docs_match_the_files(page):
     wrong = re.sub(r"(<!-- table.*?\| )\d+\.\d+ \|", r"\g<1>0.0 |", text, count=1, flags=re.DOTALL)
     assert wrong != text
     assert tables.filled(wrong) == text
+
+
+@pytest.mark.parametrize("name", bars.FIGURES)
+def test_bar_charts_in_the_docs_match_the_files(name, tmp_path):
+    def texts(path):  # matplotlib draws texts as shapes, after a comment
+        return re.findall("<!-- (.*?) -->", path.read_text())
+
+    shown = texts(ROOT / "docs" / f"{name}.svg")
+    bars.FIGURES[name](bars.points, tmp_path / "figure.svg")
+    assert texts(tmp_path / "figure.svg") == shown, "run `python -m benchmarks.figures.bars`"
+
+    def one_more(name):
+        return {
+            point: value | {"peers": {"fa3": {"us": 1.0}}, "tokens_per_s": 1.0, "teraflops_per_second": 1.0}
+            for point, value in bars.points(name).items()
+        }
+
+    bars.FIGURES[name](one_more, tmp_path / "wrong.svg")
+    assert texts(tmp_path / "wrong.svg") != shown
 
 
 def test_a_store_continues_its_own_file_and_refuses_another_machines(tmp_path):

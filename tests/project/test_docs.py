@@ -36,7 +36,7 @@ def run(code):
 
 
 def test_the_readme_runs(capsys):
-    _, model, attention = blocks("README.md")
+    attention, _, model = blocks("README.md")
     run(model)
     assert [len(ast.literal_eval(line)) for line in capsys.readouterr().out.splitlines()] == [8, 8]
     names = run(attention)
@@ -49,7 +49,7 @@ def test_the_readme_runs(capsys):
 
 @pytest.mark.slow
 def test_the_text_in_the_readme_is_the_models_output(optimised, capsys):
-    code, *_ = blocks("README.md")
+    _, code, _ = blocks("README.md")
     exec(code, {})
     assert capsys.readouterr().out.splitlines()[0] == re.search(r"# (The capital.*)", code)[1]
 

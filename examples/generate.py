@@ -29,6 +29,7 @@ from lib.command_line import (
     add_tensor_parallel,
     matmul_precision,
     model_arguments,
+    parse_command,
     positive,
     read_request,
     read_sampling,
@@ -49,6 +50,9 @@ from lib.text_stream import TextStream
 from lib.tokenizer import Tokenizer
 
 STREAM_STEPS = 8  # decode steps between two updates of the output
+# Options of --help; --help-all shows the others too.
+USUAL = """--chat --prompt-file --max-new-tokens --temperature --top-k --top-p --seed --num-speculative-tokens
+    --tensor-parallel --dtype --stream --json"""
 QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
@@ -102,7 +106,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object per prompt on stdout, and nothing else"
     )
-    args = parser.parse_args(arguments)
+    args = parse_command(parser, arguments, usual=USUAL, has_prompts=True)
     args.cache_dtype = args.cache_dtype or args.dtype
     if args.cache_scale is None and args.cache_dtype in QUANTISED:
         args.cache_scale = "token_head"

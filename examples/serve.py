@@ -26,6 +26,7 @@ from lib.command_line import (
     add_tensor_parallel,
     checkpoint_arguments,
     matmul_precision,
+    parse_command,
     positive,
     read_sampling_defaults,
     run,
@@ -72,6 +73,9 @@ FLAGS = {
     "--log-requests": "print a line for each POST request",
     "--enable-tokenizer-info-endpoint": "answer /tokenizer_info, for clients that count tokens, such as lm-eval",
 }
+# Options of --help; --help-all shows the others too.
+USUAL = """--host --port --api-key --served-model-name --adapter --tensor-parallel --dtype --cache-mb --max-num-seqs
+    --max-model-len --chunk-tokens --num-speculative-tokens --prefix-cache"""
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -117,7 +121,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         parser.add_argument(name, type=positive, default=default, metavar="N", help=meaning)
     for name, meaning in FLAGS.items():
         parser.add_argument(name, action="store_true", help=meaning)
-    args = parser.parse_args(arguments)
+    args = parse_command(parser, arguments, usual=USUAL)
     args.api_key = args.api_key or os.environ.get(API_KEY) or None
     return args
 

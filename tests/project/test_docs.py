@@ -101,6 +101,7 @@ def test_links_and_names_resolve(page):
         "(`python -m benchmarks.nothing`)",
         "```sh\nmake nothing\n```",
         "`python examples/generate.py --nothing`",
+        "`jaxpaged serve --nothing`",
     ],
 )
 def test_missing_names_are_detected(wrong):

@@ -23,6 +23,7 @@ from lib.extras import imports
 
 with imports(__doc__):
     import optax
+    from tunix.generate.base_sampler import BaseSampler, SamplerOutput
     from tunix.generate.tokenizer_adapter import TokenizerAdapter
     from tunix.models.qwen3.model import ModelConfig, Qwen3
     from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
@@ -34,36 +35,32 @@ with imports(__doc__):
 OPTIONS = jaxpaged.EngineOptions(max_num_seqs=64, prefix_cache=True)
 
 
-class EngineRollout(BaseRollout):
-    """Tunix's rollout worker on a `jaxpaged.Engine`, for models on one device.
+class EngineSampler(BaseSampler):
+    """Tunix's sampler on a `jaxpaged.Engine`, for models on one device.
 
     Args:
-        rollout_actor: the model, a Tunix Qwen3. For other models, write a function like `paged` in tunix_qwen3.py.
+        transformer: the model, a Tunix Qwen3. For other models, write a function like `paged` in tunix_qwen3.py.
         tokenizer: any tokenizer that Tunix accepts.
-        rollout_config: its maximum prompt and completion lengths set the engine's `max_model_len`.
-        mesh: not used; Tunix passes it.
+        max_model_len: the most tokens of a prompt and its completion.
         block_size: tokens per block.
         options: options of the engine. `max_num_seqs` completions run at once, and `seed` makes completions of equal
-            prompts differ. `max_model_len` comes from `rollout_config`.
+            prompts differ.
     """
 
     def __init__(
         self,
-        rollout_actor: Qwen3,
+        transformer: Qwen3,
         tokenizer: Any,
-        rollout_config: RolloutConfig,
-        mesh: Any = None,
+        max_model_len: int,
         *,
         block_size: int = 16,
         options: jaxpaged.EngineOptions = OPTIONS,
     ):
-        del mesh
-        self._model, self._tokenizer = rollout_actor, TokenizerAdapter(tokenizer)
-        apply, weights, head = paged(rollout_actor)
+        self._model, self.tokenizer = transformer, TokenizerAdapter(tokenizer)
+        apply, weights, head = paged(transformer)
         self._arrays = jax.tree.leaves(weights)  # the engine's arrays
-        config = rollout_actor.config
+        config = transformer.config
         assert options.max_num_seqs is not None
-        max_model_len = rollout_config.max_prompt_length + rollout_config.max_tokens_to_generate
         caches = tuple(
             jaxpaged.KVCache.create(
                 num_blocks=1 + options.max_num_seqs * -(-max_model_len // block_size),
@@ -77,74 +74,137 @@ class EngineRollout(BaseRollout):
         options = dataclasses.replace(options, vocab_size=config.vocab_size, max_model_len=max_model_len)
         self.engine = jaxpaged.Engine(apply, weights, caches, head=head, options=options)
 
-    def generate(self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any) -> RolloutOutput:
-        del kwargs
-        self._refresh()
-        tokens = [self._encode(prompt) for prompt in prompts]
-        c = rollout_config
-        params = [
-            jaxpaged.SamplingParams(
-                max_tokens=c.max_tokens_to_generate,
-                temperature=c.temperature,
-                top_p=1.0 if c.top_p is None else c.top_p,
-                top_k=0 if c.top_k is None else c.top_k,
-                stop_token_ids=tuple(c.eos_tokens or (self.eos_id(),)),
-                logprobs=c.return_logprobs,
-                seed=None if c.seed is None else seed_of(c.seed, i),
-            )
-            for i in range(len(prompts))
-        ]
-        completions = [output.outputs[0] for output in self.engine.generate(tokens, params)]
-        width = max(c.max_prompt_length, max(map(len, tokens)))
-        padded = np.full((len(tokens), width), self.pad_id(), np.int32)
-        for row, prompt in zip(padded, tokens, strict=True):
-            row[width - len(prompt) :] = prompt
-        logprobs = [np.asarray(of_one.logprobs, np.float32) for of_one in completions] if c.return_logprobs else None
-        return RolloutOutput(
-            text=[self._tokenizer.decode(of_one.token_ids) for of_one in completions],
-            logits=None,
-            tokens=[np.asarray(of_one.token_ids, np.int32) for of_one in completions],
-            left_padded_prompt_tokens=padded,
-            logprobs=logprobs,
-        )
-
-    def get_per_token_logps(self, prompt_tokens: jax.Array, completion_tokens: jax.Array) -> jax.Array:
-        """Log probability of each completion token, float32 in the shape of the completions; 0 after a completion's
-        end."""
-        self._refresh()
-        prompts = [row[np.argmax(row != self.pad_id()) :].tolist() for row in np.asarray(prompt_tokens)]
-        completions = [self._without_padding(row) for row in np.asarray(completion_tokens)]
-        logprobs = np.zeros(np.shape(completion_tokens), np.float32)
-        for row, score in zip(logprobs, self.engine.score(prompts, completions), strict=True):
-            row[: len(score.logprobs)] = score.logprobs
-        return jnp.asarray(logprobs)
-
-    def update_params(self, params: Any, filter_types: Any = None) -> None:
-        """Updates the model's weights. `params` holds all of them, or only the types in `filter_types`."""
-        del filter_types  # params has no others
-        nnx.update(self._model, params)
-        self._refresh()
-
-    def pad_id(self) -> int:
-        return self._tokenizer.pad_id()
-
-    def eos_id(self) -> int:
-        return self._tokenizer.eos_id()
-
-    def model(self) -> Qwen3:
+    @property
+    def transformer(self) -> Qwen3:
         return self._model
 
-    def _refresh(self) -> None:
-        """Updates the engine's weights if a trainer that shares the model's variables has changed them."""
+    @property
+    def transformer_state(self) -> nnx.State:
+        return nnx.state(self._model)
+
+    def __call__(
+        self,
+        input_strings: str | Sequence[str],
+        max_generation_steps: int,
+        max_prompt_length: int | None = None,
+        temperature: float = 0.0,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        beam_size: int | None = None,
+        seed: Any = None,
+        multi_sampling: int = 1,
+        return_logits: bool = False,
+        echo: bool = False,
+        pad_output: bool = False,
+        *,
+        return_logprobs: bool = False,
+        eos_tokens: Sequence[int] | None = None,
+    ) -> SamplerOutput:
+        """Samples a completion for each prompt. Tokens are not padded, and end with the end token if it was sampled."""
+        if beam_size or multi_sampling != 1 or return_logits or echo or pad_output:
+            raise ValueError(
+                "EngineSampler returns one completion per prompt, without its prompt, logits or padding; got "
+                f"{beam_size=}, {multi_sampling=}, {return_logits=}, {echo=}, {pad_output=}. "
+                "Repeat a prompt for several completions."
+            )
+        self.refresh()
+        tokens = [self.tokenize(x) for x in ([input_strings] if isinstance(input_strings, str) else input_strings)]
+        params = [
+            jaxpaged.SamplingParams(
+                max_tokens=max_generation_steps,
+                temperature=temperature,
+                top_p=1.0 if top_p is None else top_p,
+                top_k=0 if top_k is None else top_k,
+                stop_token_ids=tuple(eos_tokens or (self.tokenizer.eos_id(),)),
+                logprobs=return_logprobs,
+                seed=None if seed is None else seed_of(seed, i),
+            )
+            for i in range(len(tokens))
+        ]
+        completions = [output.outputs[0] for output in self.engine.generate(tokens, params)]
+        width = max(max_prompt_length or 0, max(map(len, tokens)))
+        padded = np.full((len(tokens), width), self.tokenizer.pad_id(), np.int32)
+        for row, prompt in zip(padded, tokens, strict=True):
+            row[width - len(prompt) :] = prompt
+        return SamplerOutput(
+            text=[self.tokenizer.decode(of_one.token_ids) for of_one in completions],
+            logits=None,
+            tokens=[np.asarray(of_one.token_ids, np.int32) for of_one in completions],
+            padded_prompt_tokens=padded,
+            logprobs=[np.asarray(of_one.logprobs, np.float32) for of_one in completions] if return_logprobs else None,
+        )
+
+    def tokenize(self, input_string: str) -> list[int]:
+        begin = [self.tokenizer.bos_id()] if self.tokenizer.bos_id() else []
+        return self.tokenizer.dedup_bos_ids(begin + list(self.tokenizer.encode(input_string)))
+
+    def refresh(self) -> None:
+        """Updates the engine's weights if the model's variables have changed, for example in a trainer."""
         weights = nnx.state(self._model)
         arrays = jax.tree.leaves(weights)
         if any(new is not old for new, old in zip(arrays, self._arrays, strict=True)):
             self.engine.update_weights(weights)
             self._arrays = arrays
 
-    def _encode(self, prompt: str) -> list[int]:
-        begin = [self._tokenizer.bos_id()] if self._tokenizer.bos_id() else []
-        return self._tokenizer.dedup_bos_ids(begin + list(self._tokenizer.encode(prompt)))
+
+class EngineRollout(BaseRollout):
+    """Tunix's rollout worker on an `EngineSampler`.
+
+    Args:
+        rollout_actor: the model.
+        tokenizer: any tokenizer that Tunix accepts.
+        rollout_config: its maximum prompt and completion lengths set the engine's `max_model_len`.
+        mesh: not used; Tunix passes it.
+        options: options of `EngineSampler`.
+    """
+
+    def __init__(
+        self, rollout_actor: Qwen3, tokenizer: Any, rollout_config: RolloutConfig, mesh: Any = None, **options: Any
+    ):
+        del mesh
+        max_model_len = rollout_config.max_prompt_length + rollout_config.max_tokens_to_generate
+        self.sampler = EngineSampler(rollout_actor, tokenizer, max_model_len, **options)
+
+    def generate(self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any) -> RolloutOutput:
+        output = self.sampler(
+            prompts,
+            rollout_config.max_tokens_to_generate,
+            rollout_config.max_prompt_length,
+            rollout_config.temperature,
+            rollout_config.top_p,
+            rollout_config.top_k,
+            seed=rollout_config.seed,
+            return_logprobs=rollout_config.return_logprobs,
+            eos_tokens=rollout_config.eos_tokens,
+            **kwargs,
+        )
+        return RolloutOutput(output.text, output.logits, output.tokens, output.padded_prompt_tokens, output.logprobs)
+
+    def get_per_token_logps(self, prompt_tokens: jax.Array, completion_tokens: jax.Array) -> jax.Array:
+        """Log probability of each completion token, float32 in the shape of the completions; 0 after a completion's
+        end."""
+        self.sampler.refresh()
+        prompts = [row[np.argmax(row != self.pad_id()) :].tolist() for row in np.asarray(prompt_tokens)]
+        completions = [self._without_padding(row) for row in np.asarray(completion_tokens)]
+        logprobs = np.zeros(np.shape(completion_tokens), np.float32)
+        for row, score in zip(logprobs, self.sampler.engine.score(prompts, completions), strict=True):
+            row[: len(score.logprobs)] = score.logprobs
+        return jnp.asarray(logprobs)
+
+    def update_params(self, params: Any, filter_types: Any = None) -> None:
+        """Updates the model's weights. `params` holds all of them, or only the types in `filter_types`."""
+        del filter_types  # params has no others
+        nnx.update(self.model(), params)
+        self.sampler.refresh()
+
+    def pad_id(self) -> int:
+        return self.sampler.tokenizer.pad_id()
+
+    def eos_id(self) -> int:
+        return self.sampler.tokenizer.eos_id()
+
+    def model(self) -> Qwen3:
+        return self.sampler.transformer
 
     def _without_padding(self, tokens: np.ndarray) -> list[int]:
         """The tokens up to the first end of sequence, or without trailing padding; at least one token."""

@@ -95,9 +95,9 @@ def test_tunix_learns_with_a_rollout_on_an_engine():
 
     for change in (0.0, 0.1):  # in place, like a trainer that shares the variables
         nnx.update(model, jax.tree.map(lambda x, change=change: x * (1 + change), nnx.state(model)))
-        found = rollout.engine.stats().num_found
+        found = rollout.sampler.engine.stats().num_found
         output = rollout.generate(["abcabcab"] * 3 + ["b"], config)
-        assert rollout.engine.stats().num_found - found == 2 * 8
+        assert rollout.sampler.engine.stats().num_found - found == 2 * 8
         tokens = np.zeros((4, 8), np.int32)
         for row, of_one in zip(tokens, output.tokens, strict=True):
             row[: len(of_one)] = of_one
@@ -109,3 +109,20 @@ def test_tunix_learns_with_a_rollout_on_an_engine():
             until = np.argmax(np.append(row_of_tokens[: len(of_one)], 0) == 0) + 1  # Tunix ignores padding
             np.testing.assert_allclose(its_own[:until][: len(of_one)], of_one[:until], atol=1e-4)
             assert not row[len(of_one) :].any()
+
+
+def test_sampler_on_an_engine_gives_the_greedy_tokens_of_tunix():
+    sampler = pytest.importorskip("tunix.generate.sampler")
+    import tunix_rollout
+
+    model, letters = tunix_rollout.toy_model(), tunix_rollout.Letters()
+    own = sampler.Sampler(model, letters, sampler.CacheConfig(cache_size=32, num_layers=1, num_kv_heads=2, head_dim=16))
+    ours = tunix_rollout.EngineSampler(model, letters, 32, block_size=4, options=jaxpaged.EngineOptions(max_num_seqs=4))
+    arguments = ["abcabcab", "b"], 8, 12
+    expected, output = own(*arguments), ours(*arguments)
+    assert output.text == expected.text
+    for row, its_own in zip(output.tokens, expected.tokens, strict=True):
+        assert row[row != letters.eos_id()].tolist() == its_own.tolist()  # Tunix's Sampler drops the end token
+    np.testing.assert_array_equal(output.padded_prompt_tokens, expected.padded_prompt_tokens)
+    with pytest.raises(ValueError, match="beam_size=2"):
+        ours(*arguments, beam_size=2)

@@ -4,10 +4,10 @@
     python -m benchmarks.engine.vllm_peer --requests --rates --rollout                # two minutes
 
 A model of Llama-3-8B's shape or of --model, with random bfloat16 weights, greedy, no stop tokens, no text. vLLM runs
-with its defaults, with its engine in a separate process. Rows are the same as in `benchmarks.engine.throughput` and
-`benchmarks.engine.online`. JAX stays on the CPU, so that vLLM has the GPU. Run nothing else on the machine: vLLM's
-scheduler computes on a CPU in each step. The largest number of --requests determines the requests of both modules, so
-give both the same one.
+with its defaults, with its engine in a separate process. Rows are the same as in `benchmarks.engine.throughput`, in
+both orders, and `benchmarks.engine.online`. JAX stays on the CPU, so that vLLM has the GPU. Run nothing else on the
+machine: vLLM's scheduler computes on a CPU in each step. The largest number of --requests determines the requests of
+both modules, so give both the same one.
 
 --rollout runs the rounds of `benchmarks.engine.rollout`, at temperature 1, with logprobs of the drawn tokens. Between
 rounds the prefix cache is emptied, as after an update of the weights. The update itself is neither run nor timed.
@@ -15,6 +15,7 @@ rounds the prefix cache is emptied, as after an update of the weights. The updat
 
 import argparse
 import json
+import operator
 import os
 import tempfile
 import time
@@ -156,11 +157,13 @@ def measure_all(engine: VllmEngine, options: argparse.Namespace) -> None:
     longest = SIZES[options.model].longest
     work = workload(max(options.requests, default=0), longest)
     engine.generate(work[:64] or rollout_work(64, longest, seed=2))
-    for count in options.requests:
-        engine.forget_prompts()
-        point = timed_run(engine, work[:count])
-        store.add(f"engine {count}", point)
-        print(f"engine {count:<13} {point['tokens_per_s']:8.0f} tokens/s, {point['seconds']:6.2f} s", flush=True)
+    orders = {"engine": list, "longest first": lambda work: sorted(work, key=operator.itemgetter(1), reverse=True)}
+    for name, order in orders.items():
+        for count in options.requests:
+            engine.forget_prompts()
+            point = timed_run(engine, order(work[:count]))
+            store.add(f"{name} {count}", point)
+            print(f"{name} {count:<6} {point['tokens_per_s']:8.0f} tokens/s, {point['seconds']:6.2f} s", flush=True)
     for version in range(2) if options.rollout else ():
         engine.forget_prompts()
         work = rollout_work(PROMPTS, longest, seed=version)

@@ -2,14 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.engine.model import CONFIGS, packed_head, packed_model, random_weights
-from jaxpaged import Engine, EngineOptions, KVCache, SamplingParams
+from jaxpaged import Engine, EngineOptions, KVCache, RequestOutput, SamplingParams
 from lib.llama_config import LlamaConfig
 
 BLOCK_SIZE = 16
@@ -66,15 +66,15 @@ def create_engine(model: str, weights: Any = None, **options: Any) -> Engine:
     return Engine(packed_model(config), weights, caches, head=packed_head(config), options=EngineOptions(**chosen))
 
 
-def run_work(engine: Engine, work: Sequence[Request], batch: int | None = None, **sampling: Any) -> int:
+def run_work(engine: Engine, work: Sequence[Request], *, longest_first: bool = False, **sampling: Any) -> int:
     """The number of tokens of all completions. `sampling`: parameters of each request; greedy by default."""
-    count = 0
-    for i in range(0, len(work), batch or len(work)):
-        part = work[i : i + (batch or len(work))]
-        params = [
-            SamplingParams(max_tokens=new, **{"temperature": 0, "seed": i + k} | sampling)
-            for k, (_, new) in enumerate(part)
-        ]
-        outputs = engine.generate([prompt for prompt, _ in part], params)
-        count += sum(len(output.outputs[0].token_ids) for output in outputs)
-    return count
+    prompts = [prompt for prompt, _ in work]
+    params = [
+        SamplingParams(max_tokens=new, **{"temperature": 0, "seed": i} | sampling) for i, (_, new) in enumerate(work)
+    ]
+    outputs: Iterable[RequestOutput]
+    if longest_first:
+        outputs = engine.generate(prompts, params)
+    else:
+        outputs = (output for output in engine.stream(prompts, params) if output.finished)
+    return sum(len(completion.token_ids) for output in outputs for completion in output.outputs)

@@ -118,6 +118,16 @@ class Books:
         self.queue.extend(self.requests[request_id])
         return request_id
 
+    @without_interrupts()
+    def put_longest_first(self, request_ids: Container[int]) -> None:
+        """Moves the queued rows of these requests to the end of the queue, those with the largest `max_tokens` first.
+
+        Shorter requests then fill the seats that the longest leave free.
+        """
+        others = [row for row in self.queue if row.request_id not in request_ids]
+        rows = [row for row in self.queue if row.request_id in request_ids]
+        self.queue = deque([*others, *sorted(rows, key=lambda row: -row.params.max_tokens)])
+
     def forget(self, adapters: Iterable[int] | None = None) -> None:
         """Makes the next slice forget the cached prefixes of these adapters; None: all prefixes."""
         self.forgets[slice(None) if adapters is None else [1 + adapter for adapter in adapters]] = True

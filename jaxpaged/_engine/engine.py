@@ -124,6 +124,9 @@ class Engine:
     ) -> list[RequestOutput]:
         """Continues all prompts, and returns their outputs in order once the last is finished.
 
+        Requests with the largest `max_tokens` start first: started last, they would run on alone at the end, in steps
+        with few rows. `stream` and `add_request` start requests in the order given.
+
         If it raises, for instance after Ctrl-C, its requests are aborted and the engine stays usable. Requests from
         `add_request` run at the same time; `step` returns their output.
 
@@ -138,6 +141,7 @@ class Engine:
         """
         outputs: dict[int, RequestOutput] = {}
         with self._serving(prompts, params) as request_ids:
+            self._books.put_longest_first(request_ids)
             bar, num_generated = ProgressBar(len(prompts)) if progress else None, self._runner.counts.num_generated
             while len(outputs) < len(request_ids):
                 self._runner.advance()
@@ -176,6 +180,7 @@ class Engine:
             raise ValueError("pass at least one prompt; got none.")
         with self._serving(prompts, each) as request_ids:
             rows = [row for request_id in request_ids for row in self._books.requests[request_id]]
+            self._books.put_longest_first(request_ids)
             collector = Collector(rows, self._runner.program.report_types)
             try:
                 self._runner.collector = collector

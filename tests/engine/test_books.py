@@ -80,6 +80,19 @@ def test_no_more_rows_are_sent_than_the_device_has_places(books):
     assert not books.is_device_empty
 
 
+def test_only_the_requests_of_a_call_are_put_longest_first(books):
+    def queue():
+        return [(row.request_id, row.seed) for row in books.queue]
+
+    (other,) = add(books, 1)
+    params = [SamplingParams(max_tokens=most, n=n) for most, n in ((2, 1), (9, 2), (4, 1), (9, 1))]
+    short, long, middle, long_too = calls = [books.add(np.array([1, 2], np.int32), of_one) for of_one in params]
+    given = queue()
+    books.put_longest_first(range(calls[0], calls[-1] + 1))
+    assert ids(books.queue) == [other, long, long, long_too, middle, short]
+    assert sorted(queue()) == sorted(given)
+
+
 def test_adapters_are_forgotten_one_by_one():
     books = Books(max_requests=MAX_REQUESTS, seed=0, num_adapters=2)
     books.forget([1])

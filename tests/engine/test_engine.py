@@ -272,6 +272,19 @@ def test_no_request_gets_a_seat_before_all_that_were_added_have_arrived(prefix_c
         assert finish(engine).keys() == {*others}
 
 
+def test_generate_starts_the_longest_requests_first_and_stream_the_first():
+    engine, prompts = shared_engine(), [[i + 1, 2] for i in range(SEATS + 1)]
+    params = [SamplingParams(max_tokens=STEPS) for _ in range(SEATS)] + [SamplingParams(max_tokens=4 * STEPS)]
+    params = [dataclasses.replace(of_one, seed=i) for i, of_one in enumerate(params)]
+    with counting(engine) as generated:
+        outputs = engine.generate(prompts, params)
+    with counting(engine) as streamed:
+        ends = {output.request_id: output for output in engine.stream(prompts, params)}
+    assert tokens_of(outputs) == tokens_of([ends[i] for i in sorted(ends)])
+    # The last prompt runs beside the others, not after one of them.
+    assert generated.num_steps <= streamed.num_steps - STEPS // 2
+
+
 def test_a_request_streams_as_it_grows():
     seen = tokens_of(shared_engine().stream([[1, 2, 3]], greedy(30)))
     assert [len(tokens) for tokens in seen] == [*range(STEPS, 30, STEPS), 30]

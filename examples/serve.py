@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # from the extra "serve"; imported where it is used, so that 
     from lib.service import Service
 
 API_KEY = "JAXPAGED_API_KEY"  # the environment variable
+LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that only this machine reaches
 # Options with a positive number: the default and the help text.
 NUMBERS: dict[str, tuple[int | None, str]] = {
     "--max-num-seqs": (16, "completions that run at once"),
@@ -246,6 +247,7 @@ def create_service(args: argparse.Namespace) -> "Service":
         has_tokenizer_info=args.enable_tokenizer_info_endpoint,
         allowed_origins=tuple(args.allowed_origins),
         logs_requests=args.log_requests,
+        checks_host=args.api_key is None and args.host in LOOPBACK,
     )
 
 
@@ -256,7 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
     with bind(args.host, args.port) as listener:
         say("Loading the model and compiling the engine.")
         service = create_service(args)
-        if args.api_key is None and args.host not in ("127.0.0.1", "::1", "localhost"):
+        if args.api_key is None and args.host not in LOOPBACK:
             say(f"Warning: anyone who can reach {args.host} can use this server; set ${API_KEY} to prevent that.")
         host = f"[{args.host}]" if ":" in args.host else args.host
 

@@ -29,7 +29,9 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, service: Service, *, drain_seconds: float, on_start: Callable[[], None] = lambda: None):
-        app = with_request_ids(create_app(service), logs_requests=service.logs_requests)
+        app = with_request_ids(
+            create_app(service), logs_requests=service.logs_requests, checks_host=service.checks_host
+        )
         config = uvicorn.Config(
             app,
             loop="asyncio",

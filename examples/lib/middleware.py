@@ -1,5 +1,6 @@
-"""Middleware: refuses ambiguous body lengths, gives each request an id, and logs requests."""
+"""Middleware: refuses ambiguous body lengths and other hosts, gives each request an id, and logs requests."""
 
+import re
 import time
 import uuid
 
@@ -17,9 +18,18 @@ MOST_ID_CHARACTERS = 128
 TWO_LENGTHS = JSONResponse(
     ApiError(400, "A request has Content-Length or Transfer-Encoding, not both.").body(), 400, {"Connection": "close"}
 )
+LOCAL_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.IGNORECASE)
+OTHER_HOST = JSONResponse(
+    ApiError(
+        403,
+        "Without an API key this server answers only requests to localhost, 127.0.0.1 or [::1]; set a key if a proxy "
+        "passes another Host.",
+    ).body(),
+    403,
+)
 
 
-def with_request_ids(app: ASGIApp, *, logs_requests: bool) -> ASGIApp:
+def with_request_ids(app: ASGIApp, *, logs_requests: bool, checks_host: bool) -> ASGIApp:
     """Wraps the application. Answers have the client's x-request-id or a new one. POST requests may be logged."""
 
     async def identified(scope: Scope, receive: Receive, send: Send) -> None:
@@ -40,8 +50,11 @@ def with_request_ids(app: ASGIApp, *, logs_requests: bool) -> ASGIApp:
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
             await send(message)
 
-        # A proxy may have used the other length (request smuggling).
-        answer = TWO_LENGTHS if {"content-length", "transfer-encoding"} <= set(headers) else app
+        answer = app
+        if {"content-length", "transfer-encoding"} <= set(headers):
+            answer = TWO_LENGTHS  # a proxy may have used the other length (request smuggling)
+        elif checks_host and LOCAL_HOST.fullmatch(headers.get("host", "")) is None:
+            answer = OTHER_HOST  # a web page's name may resolve to 127.0.0.1 (DNS rebinding)
         try:
             await answer(scope, receive, send_with_id)
         finally:

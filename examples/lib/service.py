@@ -32,6 +32,7 @@ class Service:
         has_tokenizer_info: whether the route /tokenizer_info is enabled.
         allowed_origins: origins of web pages that may send requests; "*": all.
         logs_requests: whether each request is logged.
+        checks_host: whether requests are refused unless their Host header names this machine.
     """
 
     engine: EngineThread
@@ -48,6 +49,7 @@ class Service:
     has_tokenizer_info: bool = False
     allowed_origins: tuple[str, ...] = ()
     logs_requests: bool = False
+    checks_host: bool = False
 
     def __post_init__(self) -> None:
         self.created = int(time.time())

@@ -95,6 +95,24 @@ def test_a_maximum_length_that_is_not_reached_is_reported(tiny, capsys, options,
 
 
 @pytest.mark.parametrize(
+    ("options", "checks"),
+    [
+        ([], True),
+        (["--host=localhost"], True),
+        (["--host=::1"], True),
+        (["--host=0.0.0.0"], False),
+        (["--api-key=key"], False),
+    ],
+)
+def test_the_host_is_checked_on_loopback_without_a_key(tiny, monkeypatch, options, checks):
+    monkeypatch.delenv(serve.API_KEY, raising=False)
+    monkeypatch.setattr(serve, "create_engine", lambda *_, **__: None)
+    monkeypatch.setattr(serve, "EngineThread", lambda engine, most_completions: None)
+    arguments = serve.parse_arguments([f"--model={tiny.path}", "--dtype=float32", *options])
+    assert serve.create_service(arguments).checks_host == checks
+
+
+@pytest.mark.parametrize(
     ("options", "address", "warns"),
     [
         ([], "127.0.0.1", False),

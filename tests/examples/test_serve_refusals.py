@@ -191,6 +191,17 @@ def test_a_wrong_key_is_refused_and_compared_in_constant_time(server, monkeypatc
     assert ask(server, "/v1/models", Authorization=f"bearer {KEY}")[0] == 200  # the scheme is case-insensitive
 
 
+def test_a_server_without_a_key_answers_only_as_localhost(server):
+    with running(server.service, api_key=None, checks_host=True) as opened:
+        for host in ("localhost", "LocalHost:8000", "127.0.0.1:80", "[::1]", "[::1]:8000"):
+            assert ask(opened, "/v1/models", Host=host)[0] == 200
+        for host in ("", "a.example", "a.example:8000", "localhost.a.example", "127.0.0.1.a.example", "0.0.0.0", "::1"):
+            for path, content in (("/v1/completions", body()), ("/metrics", None)):
+                status, _, answer = ask(opened, path, content, Host=host)
+                assert (status, "set a key" in json.loads(answer)["error"]["message"]) == (403, True), host
+    assert ask(server, "/v1/models", Host="a.example")[0] == 200  # the key protects it
+
+
 @pytest.mark.parametrize(
     "path", ["/../serve.py", "/%2e%2e/serve.py", "//etc/passwd", "/lib/app.py", "/serve_page.html"]
 )

@@ -334,9 +334,14 @@ def test_a_wrong_value_of_any_field_is_harmless_or_refused_in_one_clause(family)
 
 
 def test_no_code_of_a_folder_runs(tmp_path):
-    write_family(tmp_path, "llama", auto_map={"AutoConfig": "configuration_mine.Mine"})
-    (tmp_path / "configuration_mine.py").write_text("raise SystemExit('it ran')")
+    write_family(tmp_path, "llama", auto_map={"AutoConfig": "mine.Config"})
+    (tmp_path / "mine.py").write_text("raise SystemExit('it ran')")
     read_checkpoint(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    own = {"auto_map": {"AutoTokenizer": ["mine.Slow", "mine.Fast"]}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    with pytest.raises(CheckpointError, match="contains custom code"):
+        read_checkpoint(tmp_path)
 
 
 def test_a_refusal_is_one_sentence(tmp_path):

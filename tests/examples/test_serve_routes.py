@@ -86,6 +86,8 @@ def test_pages_of_other_origins_need_an_option(server):
     preflight |= {"Access-Control-Request-Headers": "authorization,content-type"}
     headers = ask(server, body=body(), **preflight)[1]
     assert "Access-Control-Allow-Origin" not in headers
+    status, headers, _ = ask(server, "/v1/completions", method="OPTIONS", **preflight)
+    assert (status, headers["Access-Control-Allow-Origin"]) == (405, None)
     with running(server.service, allowed_origins=("https://a.example",)) as opened:
         for origin, allowed in (("https://a.example", "https://a.example"), ("https://b.example", None)):
             headers = ask(opened, body=body(max_tokens=1), Origin=origin)[1]

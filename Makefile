@@ -35,7 +35,7 @@ docs: ## the site, into build/site
 	"$(VENV)-docs/bin/python" -m pip install --quiet zensical==0.0.73 mkdocstrings-python==2.0.11 ruff==0.17.6
 	rm -rf build/docs
 	mkdir -p build/docs
-	cp -R README.md CHANGELOG.md CONTRIBUTING.md docs examples benchmarks jaxpaged pallas_kernels build/docs
+	cp -R README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs examples benchmarks jaxpaged pallas_kernels build/docs
 	find build/docs -name __pycache__ -prune -exec rm -rf {} +
 	"$(VENV)-docs/bin/zensical" build --strict --clean
 	"$(VENV)-docs/bin/python" tools/check_site.py build/site

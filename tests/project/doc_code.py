@@ -1,4 +1,4 @@
-"""Finds mistakes in docs outside of executed code: calls, names, files, modules, targets and options."""
+"""Finds mistakes in docs outside of executed code: calls, names, files, modules, tests, targets and options."""
 
 import ast
 import dataclasses
@@ -118,11 +118,14 @@ def accepts(function: Any, call: ast.Call) -> bool:
 
 
 def find_command_mistakes(line: str) -> Iterator[str]:
-    """Mistakes in a line or a span: files, modules of `python -m`, targets of make, options of our programs."""
+    """Mistakes in a line or a span: files, modules of `python -m`, tests, targets of make, options of our programs."""
     for pattern, file_of in FILES.items():
         for path in map(file_of, re.findall(pattern, line)):
             if not (ROOT / path).exists():
                 yield f"{path}: no such file"
+    for test in re.findall(r"\b(test_\w+)\b(?!\.py)", line):
+        if test not in read_tests():
+            yield f"{test}: no such test"
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for target in re.findall(r"^make ([a-z-]+)", line):
         if target not in targets:
@@ -130,6 +133,12 @@ def find_command_mistakes(line: str) -> Iterator[str]:
     if re.search(r"examples/\w+\.py|python -m benchmarks\.|^\w+\.py|^jaxpaged \w", line):
         options = {*re.findall(r"(?<!\S)(--[a-z][a-z-]+)", line.split("#")[0])} - {"--help"}
         yield from (f"{option}: no such option" for option in options if f'"{option}"' not in read_programs())
+
+
+@functools.cache
+def read_tests() -> set[str]:
+    files = (ROOT / "tests").rglob("*.py")
+    return {test for file in files for test in re.findall(r"^ *def (test_\w+)\(", file.read_text(), re.MULTILINE)}
 
 
 @functools.cache

@@ -74,7 +74,7 @@ def test_the_kernel_steps_equal_the_measured_ones():
     assert all(extract in code for extract in extracts)
 
 
-@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", *PAGES])
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", *PAGES])
 def test_links_and_names_resolve(page):
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\((?!http)([^)#]+)", text):
@@ -96,6 +96,7 @@ def test_links_and_names_resolve(page):
         "```\ncache = write_kv(cache, k, v, slots, 3)   writes\n```",
         "```\nq = project and rotate\ncache, out = step.attend(q, k, v, cache, window=3)\n```",
         "`tests/test_nothing.py`",
+        "| a promise | `test_nothing` in `tests/examples/` |",
         "`pallas_kernels/nothing`",
         "`h100/nothing.json`",
         "(`python -m benchmarks.nothing`)",
@@ -114,6 +115,7 @@ def test_the_site_has_every_page_and_every_public_name_once():
         "README.md",
         "CHANGELOG.md",
         "CONTRIBUTING.md",
+        "SECURITY.md",
         "benchmarks/README.md",
         "benchmarks/results/README.md",
         "benchmarks/results/decisions/README.md",

@@ -1,4 +1,4 @@
-"""Project files: the workflow, the issue form, the package's metadata."""
+"""Project files: the workflow, the issue forms, the package's metadata, the citation."""
 
 import re
 import tomllib
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import jaxpaged
 from tests.mutants import MUTANTS
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +30,7 @@ def test_the_workflow_runs_the_targets_of_contributing_on_every_python():
 
 
 @pytest.mark.parametrize("form", sorted((ROOT / ".github/ISSUE_TEMPLATE").iterdir()), ids=lambda form: form.name)
-def test_a_bug_report_includes_the_table_of_the_self_test(form):
+def test_a_report_includes_the_table_of_the_self_test(form):
     form = yaml.safe_load(form.read_text())
     assert set(form) == {"name", "description", "body"}
     ids = [field["id"] for field in form["body"]]
@@ -37,6 +38,15 @@ def test_a_bug_report_includes_the_table_of_the_self_test(form):
     assert all(field["attributes"]["label"] for field in form["body"])
     required = [field["attributes"] for field in form["body"] if field["validations"]["required"]]
     assert any("python -m jaxpaged.selftest" in field["description"] for field in required)
+
+
+def test_the_citation_agrees_with_the_package():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"message", "title"} <= set(citation)
+    assert all(author["name"] for author in citation["authors"])
+    assert (citation["cff-version"], citation["version"]) == ("1.2.0", jaxpaged.__version__)
+    for field, name in {"abstract": "description", "license": "license", "keywords": "keywords"}.items():
+        assert citation[field] == PROJECT[name]
 
 
 def test_the_lock_and_the_extras_allow_the_same_jax():

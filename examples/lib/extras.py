@@ -9,7 +9,7 @@ PIP = dict.fromkeys(
     ("gguf", "huggingface_hub", "jinja2", "safetensors", "tokenizers", "tqdm", "transformers"), '"jaxpaged[examples]"'
 )
 PIP |= dict.fromkeys(("h11", "prometheus_client", "starlette", "uvicorn"), '"jaxpaged[serve]"')
-PIP |= {"gemma": "gemma", "tunix": "google-tunix"}
+PIP |= {"gemma": "gemma", "skyrl": '"skyrl[jax,tinker]"', "tunix": "google-tunix"}
 
 
 def missing_extra(error: ModuleNotFoundError) -> str | None:

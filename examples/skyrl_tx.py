@@ -64,11 +64,8 @@ def paged(model: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
     A token is a sequence in tx's decode mode, which has one adapter for each sequence.
     """
-    graph, attention_type, has_adapters = (
-        nnx.graphdef(model),
-        ATTENTIONS[type(model)],
-        model.config.max_lora_adapters > 0,
-    )
+    graph, attention_type = nnx.graphdef(model), ATTENTIONS[type(model)]
+    has_adapters = model.config.max_lora_adapters > 0
 
     def apply(weights: Any, tokens: Any, positions: Any, caches: Any, step: Any) -> tuple[Any, Any]:
         layers, rest = weights
@@ -173,26 +170,23 @@ class EngineGenerator:
                 "the model has adapters, and got adapter_indices=None. Pass the index of each prompt's adapter; tx's "
                 "backend samples from the base model with adapter 0."
             )
-        adapters = [None] * len(mask) if not self._has_adapters else np.asarray(adapter_indices).tolist()
+        adapters = np.asarray(adapter_indices).tolist() if self._has_adapters else [None] * len(mask)
         rows = np.flatnonzero(lengths).tolist()
         outputs = self.engine.generate(
             [np.asarray(input_ids)[i, : lengths[i]].tolist() for i in rows],
             [engine_params(sampling_params[i], adapters[i], prompt_logprobs) for i in rows],
         )
-        result = GenerateOutput(
-            generated_ids=[[] for _ in mask],
-            stop_reasons=["length"] * len(mask),
-            logprobs=[[] for _ in mask],
-            prompt_logprobs=[[] for _ in mask] if prompt_logprobs else None,
-        )
+        result = GenerateOutput([[] for _ in mask], ["length"] * len(mask), [[] for _ in mask])
+        result.prompt_logprobs = [[] for _ in mask] if prompt_logprobs else None
         for i, output in zip(rows, outputs, strict=True):
             [completion] = output.outputs
+            assert completion.logprobs is not None
             tokens, stop_reason = completion.token_ids, completion.finish_reason
             end = find_string_stop_position(tokens, tokenizer, sampling_params[i].stop_strings)
             result.generated_ids[i] = tokens[:end]
             result.logprobs[i] = completion.logprobs[:end]
             result.stop_reasons[i] = stop_reason if end is None else "stop"
-            if prompt_logprobs:
+            if output.prompt_logprobs is not None:
                 result.prompt_logprobs[i] = output.prompt_logprobs[1:]
         return result
 
@@ -250,8 +244,7 @@ def small_model(max_lora_adapters: int = 0) -> Qwen3ForCausalLM:
         num_key_value_heads=2,
         head_dim=16,
     )
-    lora = dict(max_lora_adapters=max_lora_adapters, max_lora_rank=4)
-    config = ModelConfig(config, shard_attention_heads=True, **lora)
+    config = ModelConfig(config, max_lora_adapters=max_lora_adapters, max_lora_rank=4, shard_attention_heads=True)
     return Qwen3ForCausalLM(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
 
 
@@ -266,9 +259,9 @@ def main() -> None:
     input_ids = mask * rng.integers(0, 64, mask.shape, np.int32)
     params = [SamplingParams(temperature=0.0, max_tokens=n, seed=0) for n in (8, 64, 16, 32)]
     with jax.set_mesh(one_device()):
-        model = small_model()
-        results = {}
-        for name, generate in {"tx": model.generate, "engine": EngineGenerator(model, 96).generate}.items():
+        model, results = small_model(), {}
+        generator = EngineGenerator(model, 96, options=jaxpaged.EngineOptions(max_num_seqs=4))
+        for name, generate in {"tx": model.generate, "engine": generator.generate}.items():
             for _ in range(2):  # the first call compiles
                 start = time.perf_counter()
                 results[name] = generate(input_ids, mask, sampling_params=params)

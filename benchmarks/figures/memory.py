@@ -14,14 +14,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.engine.workload import BLOCK_SIZE, SIZES, workload
+from benchmarks.engine.workload import BLOCK_SIZE, workload
 from benchmarks.figures.drawing import begin, save
 from benchmarks.harness import ROOT
 from jaxpaged import BlockAllocator, cache_capacity
 from jaxpaged.debug import plot_blocks
 
 DOCS = ROOT / "docs"
-REQUESTS = 1024
+REQUESTS, SEATS, LONGEST = 1024, 256, 1024
 
 
 def seat_lengths(requests: Sequence[tuple[int, int]], num_seats: int) -> np.ndarray:
@@ -47,16 +47,14 @@ def token_bytes(dtype: str) -> int:
 def draw_memory(path: Path) -> None:
     """Gigabytes of the cache in each step: contiguous for the longest request, in blocks, and tokens alone."""
     pyplot = begin()
-    sizes = SIZES["8b"]
-    lengths = seat_lengths([(len(prompt), new) for prompt, new in workload(REQUESTS, sizes.longest)], sizes.seats)
-    longest = 2 * sizes.longest
+    lengths = seat_lengths([(len(prompt), new) for prompt, new in workload(REQUESTS, LONGEST)], SEATS)
     slots = (-(-lengths // BLOCK_SIZE) * BLOCK_SIZE).sum(axis=1)
     wide, narrow = token_bytes("bfloat16"), token_bytes("int8")
-    figure, axis = pyplot.subplots(figsize=(8, 4))
+    figure, axis = pyplot.subplots(figsize=(5, 4.4))  # legible where a phone shows it in 360 pixels
     for label, tokens, size, colour, line in (
-        (f"contiguous, {longest} tokens a seat", np.full(len(slots), sizes.seats * longest), wide, "#D55E00", "-"),
+        (f"contiguous, {2 * LONGEST} tokens a seat", np.full(len(slots), SEATS * 2 * LONGEST), wide, "#D55E00", "-"),
         (f"blocks of {BLOCK_SIZE}", slots, wide, "#0072B2", "-"),
-        (f"blocks of {BLOCK_SIZE}, int8 with scales of token and head", slots, narrow, "#009E73", "-"),
+        (f"blocks of {BLOCK_SIZE}, int8 and its scales", slots, narrow, "#009E73", "-"),
         ("the tokens themselves", lengths.sum(axis=1), wide, "black", ":"),
     ):
         held = tokens * size / 1e9
@@ -66,11 +64,9 @@ def draw_memory(path: Path) -> None:
     axis.set_xlabel("step")
     axis.set_ylabel("GB of keys and values")
     axis.grid(linewidth=0.4, alpha=0.6)
-    axis.legend(loc="center right")
-    axis.set_title(
-        f"{REQUESTS} requests of a chat log in {sizes.seats} seats, the shape of Llama-3-8B, bfloat16",
-    )
-    figure.tight_layout()
+    axis.set_title(f"{REQUESTS} requests of a chat log in {SEATS} seats,\nthe shape of Llama-3-8B, bfloat16")
+    figure.legend(loc="lower left", frameon=False)
+    figure.tight_layout(rect=(0, 0.24, 1, 1))
     save(figure, path)
 
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks.figures import bars, tables
+from benchmarks.figures import bars, memory, tables
 from benchmarks.harness import Store
 
 ROOT, RESULTS = tables.ROOT, tables.RESULTS
@@ -64,11 +64,12 @@ def test_tables_in_the_docs_match_the_files(page):
     assert tables.filled(wrong) == text
 
 
+def texts(figure):  # matplotlib draws texts as shapes, after a comment
+    return re.findall("<!-- (.*?) -->", figure.read_text())
+
+
 @pytest.mark.parametrize("name", bars.FIGURES)
 def test_bar_charts_in_the_docs_match_the_files(name, tmp_path):
-    def texts(path):  # matplotlib draws texts as shapes, after a comment
-        return re.findall("<!-- (.*?) -->", path.read_text())
-
     shown = texts(ROOT / "docs" / f"{name}.svg")
     bars.FIGURES[name](bars.points, tmp_path / "figure.svg")
     assert texts(tmp_path / "figure.svg") == shown, "run `python -m benchmarks.figures.bars`"
@@ -80,6 +81,15 @@ def test_bar_charts_in_the_docs_match_the_files(name, tmp_path):
         }
 
     bars.FIGURES[name](one_more, tmp_path / "wrong.svg")
+    assert texts(tmp_path / "wrong.svg") != shown
+
+
+def test_the_figure_of_memory_in_the_docs_matches_its_program(tmp_path, monkeypatch):
+    shown = texts(ROOT / "docs/memory.svg")
+    memory.draw_memory(tmp_path / "figure.svg")
+    assert texts(tmp_path / "figure.svg") == shown, "run `python -m benchmarks.figures.memory`"
+    monkeypatch.setattr(memory, "SEATS", 200)
+    memory.draw_memory(tmp_path / "wrong.svg")
     assert texts(tmp_path / "wrong.svg") != shown
 
 

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+import tomllib
 from pathlib import Path
 
 import jax
@@ -19,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/**/*.md"))]
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (jaxpaged, jaxpaged.debug, jaxpaged.linen, jaxpaged.nnx, jaxpaged.ops, jaxpaged.scheduling)
+    for module in (jaxpaged, jaxpaged.ops, jaxpaged.scheduling, jaxpaged.debug, jaxpaged.nnx, jaxpaged.linen)
     for name in module.__all__
 }
 
@@ -123,6 +124,20 @@ def test_the_site_has_every_page_and_every_public_name_once():
     assert sorted(navigation) == sorted([*PAGES, *others])
     names = [name for page in PAGES for name in re.findall(r"^::: (\S+)$", (ROOT / page).read_text(), re.MULTILINE)]
     assert sorted(name for name in names if "._" not in name) == sorted(PUBLIC)
+
+
+def test_the_stable_names_are_the_public_ones():
+    rows = re.findall(r"^\| `(jaxpaged[.\w]*)` \| (.*) \|$", (ROOT / "docs/stable.md").read_text(), re.MULTILINE)
+    assert [f"{module}.{name}" for module, names in rows for name in re.findall(r"`(\w+)`", names)] == [*PUBLIC]
+
+
+def test_the_stable_versions_are_those_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = (ROOT / "docs/stable.md").read_text()
+    needed = {line for line in project["dependencies"] if not line.startswith("jaxlib")}  # the same as jax
+    assert set(re.findall(r"`(\w+>=[^`]+)`", text)) == needed
+    pythons = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    assert re.findall(r"\b3\.1\d\b", text) == pythons
 
 
 def test_names_in_docstrings_exist():

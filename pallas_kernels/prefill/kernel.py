@@ -1,5 +1,6 @@
 """The body of the prefill kernel, and its launch."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -16,7 +17,7 @@ from pallas_kernels.common.scales import of_head, scaled
 from pallas_kernels.common.sizes import COLUMNS
 from pallas_kernels.prefill.config import ITEM_ROWS, WG_ROWS, Config
 from pallas_kernels.prefill.fetch import Fetcher
-from pallas_kernels.prefill.item import Items
+from pallas_kernels.prefill.item import Item, Items
 from pallas_kernels.prefill.launch import launch_items
 from pallas_kernels.prefill.logits import Logits
 from pallas_kernels.prefill.products import products_of
@@ -63,72 +64,78 @@ def _kernel(
     @pl.when(warpgroup < 2)
     def _compute() -> None:
         plgpu.set_max_registers(config.registers[0], action="increase")
-        compute(refs, items, *multiplied, scales, warpgroup, config, transforms)
+        Computer(refs, items, *multiplied, scales, warpgroup, config, transforms).run()
 
 
-def compute(
-    refs: Refs,
-    items: Items,
-    keys: Ring,
-    values: Ring,
-    scales: Scales,
-    warpgroup: jax.Array,
-    config: Config,
-    transforms: tuple[Any, ...],
-) -> None:
-    """Computes one warpgroup's 64 rows of all items of the program."""
-    first_row = warpgroup * WG_ROWS
-    rows = RowsOfItem(config, first_row, WG_ROWS, transforms)
-    q_smem, multiplied = (ref.at[warpgroup] for ref in refs.query_views)  # [64, width]
-    o_smem = refs.o_smem.at[warpgroup] if refs.o_smem is not None else q_smem
-    options = refs.options
-    softmax_scale, cap = options.scale[0], options.cap
-    count = items.count()
+@dataclasses.dataclass(frozen=True)
+class Computer:
+    """A computing warpgroup, with 64 rows of every item of the program."""
 
-    def start_load(numbers: Numbers) -> None:
-        rows.start_load(refs.q, items.item(numbers), q_smem)
+    refs: Refs
+    items: Items
+    keys: Ring
+    values: Ring
+    scales: Scales
+    warpgroup: jax.Array
+    config: Config
+    transforms: tuple[Any, ...]  # for matrices in SMEM
 
-    def work(i: jax.Array, carry: tuple[jax.Array, Numbers]) -> tuple[jax.Array, Numbers]:
-        turn, numbers = carry
-        item = items.item(numbers)
-        next_numbers = items.read(jnp.minimum(i + 1, count - 1))
+    def run(self) -> None:
+        items, refs, options = self.items, self.refs, self.refs.options
+        rows = RowsOfItem(self.config, self.warpgroup * WG_ROWS, WG_ROWS, self.transforms)
+        q_smem, multiplied = (ref.at[self.warpgroup] for ref in refs.query_views)  # [64, width]
+        o_smem = refs.o_smem.at[self.warpgroup] if refs.o_smem is not None else q_smem
+        softmax_scale, cap = options.scale[0], options.cap
+        count = items.count()
 
-        # 1. Wait for Q.
-        k_scale, v_scale = (of_head(scale, item.kv_head) for scale in (options.k_scale, options.v_scale))
-        rows.finish_load()
-        scale = rows.prepare_query(q_smem, multiplied, scaled(softmax_scale, k_scale))
+        def start_load(numbers: Numbers) -> None:
+            rows.start_load(refs.q, items.item(numbers), q_smem)
 
-        # 2. The loop over tiles.
-        slopes, sinks = (rows.load_vector(by_row, item) for by_row in (options.alibi_slopes, options.sinks))
-        acc, m, l = Steps(
+        def work(i: jax.Array, carry: tuple[jax.Array, Numbers]) -> tuple[jax.Array, Numbers]:
+            turn, numbers = carry
+            item = items.item(numbers)
+            next_numbers = items.read(jnp.minimum(i + 1, count - 1))
+
+            # 1. Wait for Q.
+            k_scale, v_scale = (of_head(scale, item.kv_head) for scale in (options.k_scale, options.v_scale))
+            rows.finish_load()
+            scale = rows.prepare_query(q_smem, multiplied, scaled(softmax_scale, k_scale))
+
+            # 2. The loop over tiles.
+            slopes, sinks = (rows.load_vector(by_row, item) for by_row in (options.alibi_slopes, options.sinks))
+            logits = Logits(item, self.config.item_tokens, rows.first_row, scale, cap, slopes)
+            acc, m, l = self._steps(item, logits, turn, multiplied).run()
+
+            # 3. Start copying the next item's Q while O and lse of this one are stored.
+            if self.config.output_columns:
+                start_load(next_numbers)
+            rows.store_results(refs, item, acc, m, l, sinks, v_scale, o_smem)
+            if not self.config.output_columns:
+                plgpu.commit_smem()  # all threads have read their part of O
+                start_load(next_numbers)
+            return turn + item.end - item.begin, next_numbers
+
+        @pl.when(count > 0)
+        def _work() -> None:
+            numbers = items.read(jnp.int32(0))
+            start_load(numbers)
+            lax.fori_loop(0, count, work, (jnp.int32(0), numbers))
+            rows.finish_load()
+
+    def _steps(self, item: Item, logits: Logits, turn: jax.Array, q: Any) -> Steps:
+        return Steps(
             item,
-            Logits(item, config.item_tokens, first_row, scale, cap, slopes),
-            keys,
-            values,
+            logits,
+            self.keys,
+            self.values,
             turn,
-            multiplied,
-            refs.zeroed,
-            warpgroup,
-            config,
-            scales,
-            products_of(transforms),
-        ).run()
-
-        # 3. Start copying the next item's Q while O and lse of this one are stored.
-        if config.output_columns:
-            start_load(next_numbers)
-        rows.store_results(refs, item, acc, m, l, sinks, v_scale, o_smem)
-        if not config.output_columns:
-            plgpu.commit_smem()  # all threads have read their part of O
-            start_load(next_numbers)
-        return turn + item.end - item.begin, next_numbers
-
-    @pl.when(count > 0)
-    def _work() -> None:
-        numbers = items.read(jnp.int32(0))
-        start_load(numbers)
-        lax.fori_loop(0, count, work, (jnp.int32(0), numbers))
-        rows.finish_load()
+            q,
+            self.refs.zeroed,
+            self.warpgroup,
+            self.config,
+            self.scales,
+            products_of(self.transforms),
+        )
 
 
 def matrix_columns(head_dim: int, eight_bit: bool) -> int:

@@ -118,13 +118,8 @@ def latent_attention[C: (KVCache, CacheLayer)](
     tokens: tuple[int, ...] = step.positions.shape
     q = q.reshape(*tokens, s.num_heads, -1)
     to_keys, to_values = (x.astype(q.dtype).reshape(s.kv_lora_rank, s.num_heads, -1) for x in (to_keys, to_values))
-    angles = cos_sin(step.positions, jnp.asarray(s.rotary_frequencies, jnp.float32))
     plain, rotary = jnp.split(q, [s.qk_nope_head_dim], axis=-1)
-    rotary, shared_key = (
-        rotate(x, *angles, interleaved=s.interleaved, start=0) for x in (rotary, shared_key[..., None, :])
-    )
-    if s.rotary_factor != 1.0:  # squared, because the cache holds keys without their factor
-        rotary = rotary * jnp.asarray(s.rotary_factor**2, rotary.dtype)
+    rotary, shared_key = _rotated(s, step.positions, rotary, shared_key[..., None, :])
     pools = pools_of(cache)
     is_split = pools.k.shape[-1] > s.latent_features
     stored = jnp.concatenate([latent[..., None, :], shared_key], axis=-1)
@@ -166,6 +161,14 @@ def latent_attention[C: (KVCache, CacheLayer)](
 
     out = jax.lax.cond((history > 0).any(), with_history, lambda: new[0])
     return cache, out.reshape(*tokens, -1)
+
+
+def _rotated(settings: LatentSettings, positions: jax.Array, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The rotated parts of q and k. q gets the square of the factor, because the cache holds keys without it."""
+    angles = cos_sin(positions, jnp.asarray(settings.rotary_frequencies, jnp.float32))
+    q, k = (rotate(x, *angles, interleaved=settings.interleaved, start=0) for x in (q, k))
+    factor = settings.rotary_factor
+    return q if factor == 1.0 else q * jnp.asarray(factor**2, q.dtype), k
 
 
 def _is_expanded(settings: LatentSettings, step: AttentionStep) -> bool:

@@ -113,10 +113,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(arguments: list[str] | None = None) -> int:
-    args = parse_arguments(arguments)
-    from tqdm import tqdm  # from the extra "examples"; imported here, so that --help works without it
-
+def check_together(args: argparse.Namespace) -> None:
+    """Raises `RequestError` for options that do not go together."""
     if args.cache_scale is not None and args.cache_dtype not in QUANTISED:
         raise RequestError(f"--cache-scale goes with --cache-dtype {', '.join(QUANTISED)}; got {args.cache_dtype}.")
     if args.num_speculative_tokens and (
@@ -125,11 +123,18 @@ def main(arguments: list[str] | None = None) -> int:
         raise RequestError(
             "--num-speculative-tokens: leave out --shared-prefix, --num-blocks, --stream and --cache-dtype."
         )
-    shared_text = read_text(args.shared_prefix, "shared prefix") if args.shared_prefix else ""
     if args.cache_scale in ("tensor", "head") and args.tensor_parallel > 1:
         raise RequestError(
             f"--cache-scale {args.cache_scale} is calibrated on one device; leave --tensor-parallel out."
         )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse_arguments(arguments)
+    from tqdm import tqdm  # from the extra "examples"; imported here, so that --help works without it
+
+    check_together(args)
+    shared_text = read_text(args.shared_prefix, "shared prefix") if args.shared_prefix else ""
     request = read_request(args, prefix=shared_text)
     sampling = read_sampling(args, request.checkpoint)
     config, prompts = request.checkpoint.config, request.prompts

@@ -78,6 +78,39 @@ def move(cache: jaxpaged.KVCache, source: jax.Array, destination: jax.Array) -> 
     return jaxpaged.ops.write_kv(cache, k, v, destination)
 
 
+def chains(num_branches: int, num_draft: int) -> tuple[jax.Array, jax.Array]:
+    """The tree of a step: the newest token, followed by the branches, each of them a chain of drafted tokens.
+
+    Returns the depth of each node, int32 [nodes], and the tree mask.
+    """
+    depths = jnp.concatenate(
+        [jnp.zeros(1, jnp.int32), jnp.tile(jnp.arange(num_draft, dtype=jnp.int32) + 1, num_branches)]
+    )
+    parents = jnp.where(depths > 1, jnp.arange(depths.size, dtype=jnp.int32) - 1, jnp.minimum(depths - 1, 0))
+    return depths, jaxpaged.tree_mask(parents)
+
+
+def longest_branch(
+    drafted: jax.Array,  # int32 [seqs, num_branches, num_draft]
+    counts: jax.Array,  # int32 [seqs, num_branches], drafted tokens of each branch
+    chosen: jax.Array,  # int32 [seqs, nodes], the model's choice after each node
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Accepts each branch up to its first difference from the model's choices.
+
+    Returns the branch with the most accepted tokens, int32 [seqs]; their number, int32 [seqs]; and the model's choices
+    after the newest token and after each token of that branch, int32 [seqs, 1 + num_draft].
+    """
+    after_newest, chosen = chosen[:, :1], chosen[:, 1:].reshape(drafted.shape)
+    root = jnp.broadcast_to(after_newest[:, None], (*counts.shape, 1))
+    expected = jnp.concatenate([root, chosen[:, :, :-1]], axis=2)
+    is_drafted = jnp.arange(drafted.shape[2])[None, None] < counts[..., None]
+    same = ((drafted == expected) & is_drafted).astype(jnp.int32)
+    accepted = jnp.cumprod(same, axis=2, dtype=jnp.int32).sum(axis=2, dtype=jnp.int32)
+    best = accepted.argmax(axis=1).astype(jnp.int32)
+    chosen = jnp.take_along_axis(chosen, best[:, None, None], axis=1)[:, 0]
+    return best, accepted.max(axis=1), jnp.concatenate([after_newest, chosen], axis=1)
+
+
 @functools.partial(
     jax.jit, static_argnames=("graph", "eos_ids", "ngram", "num_draft", "num_branches"), donate_argnames="state"
 )
@@ -96,12 +129,8 @@ def speculate(
     rows = prompts.rows
     begins = rows.shape[1] - prompts.lengths
     num_seqs = state.running.shape[0]
-    # The tree: the newest token, followed by the branches, each of them a chain.
-    num_nodes = 1 + num_branches * num_draft
     depth = jnp.arange(num_draft, dtype=jnp.int32)
-    depths = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.tile(1 + depth, num_branches)])
-    parents = jnp.where(depths > 1, jnp.arange(num_nodes, dtype=jnp.int32) - 1, jnp.minimum(depths - 1, 0))
-    mask = jaxpaged.tree_mask(parents)
+    depths, mask = chains(num_branches, num_draft)
     masks = jnp.broadcast_to(mask, (num_seqs, *mask.shape)) if num_branches > 1 else None
 
     def one_step(carry: tuple[Generation, Tally]) -> tuple[Generation, Tally]:
@@ -115,32 +144,26 @@ def speculate(
 
         # 2. Verify. Missing branches are computed as garbage, which is never accepted.
         before = state.allocator.lengths
-        state, slots, advanced = claim(state, jnp.full_like(before, num_nodes), q_len=num_nodes)
+        state, slots, advanced = claim(state, jnp.full_like(before, depths.size), q_len=depths.size)
         newest = jnp.take_along_axis(state.tokens, jnp.maximum(state.num_tokens - 1, 0)[:, None], axis=1)
         tokens = jnp.concatenate([newest, drafted.reshape(num_seqs, -1)], axis=1)
         positions = before[:, None] + depths[None]
         step = jaxpaged.AttentionStep.create(state.allocator, slots, positions=positions, tree_mask=masks)
         caches, x = model(tokens, state.caches, step)
 
-        # 3. Accept each branch up to its first difference from the model's choices.
+        # 3. Accept the branch that agrees longest with the model's choices.
         chosen = model.logits(x).argmax(axis=-1).astype(jnp.int32)
-        after_newest, chosen = chosen[:, :1], chosen[:, 1:].reshape(drafted.shape)
-        root = jnp.broadcast_to(after_newest[:, None], (num_seqs, num_branches, 1))
-        expected = jnp.concatenate([root, chosen[:, :, :-1]], axis=2)
-        same = (drafted == expected) & (depth[None, None] < counts[..., None])
-        accepted = jnp.cumprod(same.astype(jnp.int32), axis=2, dtype=jnp.int32).sum(axis=2, dtype=jnp.int32)
-        best, accepted = accepted.argmax(axis=1).astype(jnp.int32)[:, None], accepted.max(axis=1)
-        chosen = jnp.take_along_axis(chosen, best[..., None], axis=1)[:, 0]
+        best, accepted, chosen = longest_branch(drafted, counts, chosen)
 
         # 4. Move the longest branch right after the newest token, and roll back the rest. The rollback needs no copies,
         # because no other sequence shares the tokens that this step appended.
-        source = jnp.take_along_axis(slots, 1 + best * num_draft + depth[None], axis=1)
+        source = jnp.take_along_axis(slots, 1 + best[:, None] * num_draft + depth[None], axis=1)
         destination = jnp.where(depth[None] < accepted[:, None], slots[:, 1 : 1 + num_draft], -1)
         caches = tuple(move(cache, source, destination) for cache in caches)
         allocator, _, _ = state.allocator.rollback(jnp.where(advanced, before + 1 + accepted, before))
         state = dataclasses.replace(state, caches=caches, allocator=allocator)
         took_part = advanced.astype(jnp.int32)
-        extended = extend(state, jnp.concatenate([after_newest, chosen], axis=1), took_part * (accepted + 1), eos_ids)
+        extended = extend(state, chosen, took_part * (accepted + 1), eos_ids)
         gained = extended.num_tokens - state.num_tokens  # fewer than accepted if eos comes first
         drafted_now = took_part * counts.sum(axis=1, dtype=jnp.int32)
         tally = Tally(tally.steps + took_part, tally.drafted + drafted_now, tally.accepted + gained - took_part)

@@ -2,9 +2,9 @@
 
 1. `attention_step` has the `AttentionStep` that models use. Its `attend` writes k and v to the cache, records the write
    (`writes`), and passes the cache, tables and plan to `attend`. `dense_step` replaces it for calls without a cache.
-2. `public` has `paged_attention`. `call` and `options` check its arguments and make a `Call`. 3. `run` splits a call
-with prefix groups into two (`shared_prefix`, `merge`). For each, `decide` chooses a kernel or XLA
-   on this machine. If the kernel follows a plan of partitions and the step has none, `run` makes one (`plan`).
+2. `public` has `paged_attention`. `call` checks its arguments and makes a `Call`.
+3. `run` splits a call with prefix groups into two (`shared_prefix`, `merge`). For each, it chooses a kernel or XLA on
+   this machine. If the kernel follows a plan of partitions and the step has none, it makes one.
 4. `kernels` has the ranked table of kernels and launches one. `runs` splits the query tokens into runs and joins the
    results.
 

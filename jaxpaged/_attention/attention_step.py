@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._attention.attend import attend
-from jaxpaged._attention.options import check_partitions
+from jaxpaged._attention.call import check_partitions
 from jaxpaged._attention.plan import plan_step
 from jaxpaged._attention.runs import packed_positions
 from jaxpaged._attention.writes import note_write

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxpaged._attention.attention_step import LayerKeywords
-from jaxpaged._attention.options import check_options
+from jaxpaged._attention.call import check_options
 from jaxpaged._attention.reference import dense_attention
 from jaxpaged._attention.runs import owners
 from jaxpaged._cache.layers import pools_of

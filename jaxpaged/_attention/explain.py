@@ -9,8 +9,8 @@ import jax
 from jax.typing import ArrayLike
 
 from jaxpaged import _device
-from jaxpaged._attention.decide import decide
 from jaxpaged._attention.public import AttentionKeywords, check
+from jaxpaged._attention.run import decide
 from jaxpaged._attention.shared_prefix import split
 from jaxpaged._by_kernel import Refusal, StaticHints
 from pallas_kernels.common.interface import Call

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxpaged._allocator.prefix_groups import PrefixGroups
-from jaxpaged._attention.call import CallKeywords, check_call
-from jaxpaged._attention.options import check_partitions, known_int
+from jaxpaged._attention.call import CallKeywords, check_call, check_partitions, known_int
 from jaxpaged._attention.run import attend
 from jaxpaged._by_kernel import Implementation, StaticHints
 from jaxpaged._on_shards import on_shards

@@ -1,17 +1,19 @@
-"""Computes a call by a kernel or by XLA, in two parts if sequences share blocks."""
+"""Computes a call: decides on this machine which kernel does, or XLA; in two parts if sequences share blocks."""
 
 import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 
+from jaxpaged import _device
 from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._attention import xla
-from jaxpaged._attention.decide import decide
-from jaxpaged._attention.kernels import Results, launch
+from jaxpaged._attention.kernels import KERNELS, Results, launch
 from jaxpaged._attention.merge import merge_attention
 from jaxpaged._attention.shared_prefix import split
-from jaxpaged._by_kernel import Choice, StaticHints, computed_by_kernel
+from jaxpaged._by_kernel import Choice, Refusal, StaticHints, choose, computed_by_kernel
+from jaxpaged._device import Gpu
+from jaxpaged._selftest.verdict import find_fault, warn_once
 from pallas_kernels.common import partition_plan
 from pallas_kernels.common.interface import Call
 
@@ -38,6 +40,31 @@ def _attend(call: Call, hints: StaticHints) -> Results:
     if isinstance(choice, Choice):
         return run(choice, call)
     return xla.attend(dataclasses.replace(call, plan=None), num_partitions=hints.num_partitions)
+
+
+def decide(call: Call, hints: StaticHints, gpu: Gpu | None = None, *, computes: bool = False) -> Choice | Refusal:
+    """The kernel for a call on a GPU (default: JAX's default device), or a refusal if XLA computes it.
+
+    `computes` means that the call is computed or traced now. Then the self-test may run, and if a kernel could have
+    computed the call, a warning says why XLA does. Raises `NotImplementedError` if `implementation="mosaic_gpu"` and
+    all kernels refuse the call.
+    """
+    if hints.implementation == "xla":
+        return Refusal('the call names implementation="xla".', is_told=False)
+    try:
+        gpu = gpu or _device.gpu()
+    except NotImplementedError as no_gpu:
+        choice: Choice | Refusal = Refusal(str(no_gpu), is_told=False)
+    else:
+        choice = choose(call, gpu, hints, KERNELS)
+        if isinstance(choice, Choice):
+            fault = find_fault(gpu, call if computes else None, by_name=hints.implementation is not None)
+            choice = Refusal(fault) if fault else choice
+    if isinstance(choice, Refusal) and hints.implementation == "mosaic_gpu":
+        raise NotImplementedError(choice.message)
+    if isinstance(choice, Refusal) and choice.is_told and computes:
+        warn_once(f"XLA computes this call: {choice.message}", choice.reason)
+    return choice
 
 
 def run(choice: Choice, call: Call) -> Results:
@@ -67,3 +94,9 @@ def _tangents(choice: Choice, primals: tuple, tangents: tuple) -> Any:
 
 
 _run = computed_by_kernel(launch, _elsewhere, _tangents, refusal=PARTITIONED)
+
+
+def check_new_gpu() -> None:
+    """Runs the self-test if JAX's default device needs one. Must be called outside of a trace."""
+    if _device.is_gpu():
+        find_fault(_device.gpu(), ())

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpaged._attention.decide import check_new_gpu
+from jaxpaged._attention.run import check_new_gpu
 from jaxpaged._engine.books import Books
 from jaxpaged._engine.defaults import resolve_options
 from jaxpaged._engine.inputs import bytes_on_a_device, own

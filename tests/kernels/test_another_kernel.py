@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import _device, paged_attention, paged_attention_reference
-from jaxpaged._attention import decide
-from jaxpaged._attention.run import run
+from jaxpaged._attention import run
 from jaxpaged._by_kernel import NO_HINTS
 from jaxpaged.debug import explain
 from pallas_kernels.common.interface import Kernel
@@ -47,7 +46,7 @@ ANOTHER = Kernel("another", "another kernel", limits, lambda call, gpu, hints: C
 
 @pytest.fixture(autouse=True)
 def table(monkeypatch):
-    monkeypatch.setattr(decide, "KERNELS", (ANOTHER, *decide.KERNELS))
+    monkeypatch.setattr(run, "KERNELS", (ANOTHER, *run.KERNELS))
     monkeypatch.setattr(_device, "gpu", lambda: _device.GPUS["H100"])
     LAUNCHED.clear()
 
@@ -78,15 +77,15 @@ def test_it_is_lowered_for_a_gpu_and_xla_for_a_cpu():
 def test_it_computes_also_under_vmap_and_grad():
     case = case_of()
     call = make_call(case)
-    choice = dataclasses.replace(decide.decide(call, NO_HINTS), interpret=True)
-    out, lse = run(choice, call)
+    choice = dataclasses.replace(run.decide(call, NO_HINTS), interpret=True)
+    out, lse = run.run(choice, call)
     assert LAUNCHED == [(6, 4, 6, 64)]  # runs of 4 tokens of 3 sequences
     assert_within_budget(case, out)
     assert_lse(case, lse)
-    mapped = jax.vmap(lambda q: run(choice, dataclasses.replace(call, q=q))[0])(jnp.stack([call.q, call.q]))
+    mapped = jax.vmap(lambda q: run.run(choice, dataclasses.replace(call, q=q))[0])(jnp.stack([call.q, call.q]))
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (mapped, jnp.stack([out, out]))), atol=0.01)
 
     def loss(q):
-        return run(choice, dataclasses.replace(call, q=q))[0].astype(jnp.float32).sum()
+        return run.run(choice, dataclasses.replace(call, q=q))[0].astype(jnp.float32).sum()
 
     assert np.abs(np.asarray(jax.grad(loss)(call.q), np.float32)).max() > 0.1

@@ -45,7 +45,7 @@ product, because 0 x NaN is NaN; only tiles with a masked row need that.
 | `widener`, `scales` | how an 8-bit cache is widened and its scales are fetched; `common.scales`: their use |
 | `steps` | the steps of the computation for each tile |
 | `products` | the work of the tensor cores |
-| `logits`, `softmax` | from the products of Q and K to the weights |
+| `logits` | from the products of Q and K to the weights |
 | `rows_of_item` | how Q is read and O and lse are written |
 
 Source: Shah et al., FlashAttention-3, 2024 (https://arxiv.org/abs/2407.08608).

@@ -27,9 +27,8 @@ from pallas_kernels.common.softmax import rescale
 from pallas_kernels.prefill import products
 from pallas_kernels.prefill.config import Config
 from pallas_kernels.prefill.item import Item
-from pallas_kernels.prefill.logits import Logits
+from pallas_kernels.prefill.logits import Logits, softmax
 from pallas_kernels.prefill.scales import Scales
-from pallas_kernels.prefill.softmax import softmax
 
 Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # O, m, l, and P of the last tile
 

@@ -32,7 +32,7 @@ Keys and values that no query of an item may see are not copied; their rows in S
 | `tiles` | how K and V are fetched |
 | `products` | the products, and how their operands are read |
 | `work_list`, `item`, `rows_of_item` of `prefill` | the items, and how their rows are read and written |
-| `logits`, `softmax` of `prefill` | from the products of Q and K to the weights |
+| `logits` of `prefill` | from the products of Q and K to the weights |
 
 The kernel compiles for GPUs from sm_80 to sm_120. It has only run on a Hopper GPU.
 

@@ -19,13 +19,12 @@ from pallas_kernels.common.sizes import COLUMNS, round_up
 from pallas_kernels.common.softmax import rescale
 from pallas_kernels.prefill.item import Items
 from pallas_kernels.prefill.launch import launch_items
-from pallas_kernels.prefill.logits import Logits
+from pallas_kernels.prefill.logits import Logits, softmax
 from pallas_kernels.prefill.portable import products
 from pallas_kernels.prefill.portable.config import Config
 from pallas_kernels.prefill.portable.tiles import Tiles
 from pallas_kernels.prefill.refs import Arrays, query_smem
 from pallas_kernels.prefill.rows_of_item import RowsOfItem
-from pallas_kernels.prefill.softmax import softmax
 from pallas_kernels.prefill.work_list import max_entries
 
 

@@ -177,5 +177,5 @@ def test_errors():
     for expanded_from in (1, 10):
         with pytest.raises(ValueError, match=r"the layer's group has a window of 4 tokens.* got None"):
             make(expanded_from=expanded_from)(x, new_cache(), in_window)
-    with pytest.raises(ValueError, match="up to qk_rope_head_dim // 2 numbers; got 3 for qk_rope_head_dim=4"):
+    with pytest.raises(ValueError, match="1 to 2 numbers, one for each pair of the 4 dimensions; got 3"):
         dataclasses.replace(SETTINGS, rotary_frequencies=(1.0, 1.0, 1.0))

@@ -215,7 +215,7 @@ def test_the_modules_hold_no_hidden_state():
     ("changes", "message"),
     [
         (dict(num_heads=5), r"num_heads must be a multiple of num_kv_heads; got num_heads=5, num_kv_heads=2"),
-        (dict(head_dim=8), r"rotary_frequencies must hold up to head_dim // 2 numbers; got 8 for head_dim=8"),
+        (dict(head_dim=8), r"rotary_frequencies must hold 1 to 4 numbers, .* the 8 dimensions; got 8. Make them"),
         (dict(rotary=lambda x, positions: x), r"rotary replaces rotary_frequencies; .* Pass rotary_frequencies=None"),
         (
             dict(rotary_frequencies=None, interleaved=True),

@@ -19,8 +19,7 @@ from jaxpaged._attention.writes import note_write
 from jaxpaged._by_kernel import Implementation
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer, pools_of
-from jaxpaged._cache.rotate import check_interleaved, cos_sin, rotate, rotate_and_write_kv
-from jaxpaged._cache.write import write_kv
+from jaxpaged._cache.rotate import check_interleaved, rotate_all, rotate_and_write_kv
 from jaxpaged._integers import as_int32, checked_query_starts, checked_size
 from jaxpaged._on_shards import is_whole
 from jaxpaged._public_state import public_state
@@ -233,18 +232,14 @@ class AttentionStep:
         k, v = (None if x is None else x.reshape(*layout, *x.shape[-2:]) for x in (k, v))
         check_interleaved("rotary_frequencies", rotary_frequencies, interleaved=interleaved)
         before = cache
-        if k is None:
-            if rotary_frequencies is not None:
-                angles = cos_sin(self.positions, jnp.asarray(rotary_frequencies, jnp.float32))
-                q = rotate(q, *angles, interleaved=interleaved, start=pools_of(cache).value_dim or 0)
-        elif rotary_frequencies is None:
-            cache = write_kv(cache, k, v, self.slots)
-        else:
+        if k is not None:
             cache, q = rotate_and_write_kv(
                 cache, q, k, v, self.slots, self.positions, rotary_frequencies, interleaved=interleaved
             )
-        if k is not None:
             note_write(before, cache, self.group_index)
+        elif rotary_frequencies is not None:
+            start = pools_of(cache).value_dim or 0
+            (q,) = rotate_all((q,), self.positions, rotary_frequencies, interleaved=interleaved, start=start)
         follows = all(options.get(name) is None for name in OWN_PARTITIONS)
         if options.get("num_partitions") is None:
             options["num_partitions"] = self.num_partitions

@@ -14,7 +14,7 @@ from jaxpaged._attention.call import check_options
 from jaxpaged._attention.reference import dense_attention
 from jaxpaged._attention.runs import owners
 from jaxpaged._cache.layers import pools_of
-from jaxpaged._cache.rotate import check_interleaved, cos_sin, rotate
+from jaxpaged._cache.rotate import check_interleaved, rotate_all
 from jaxpaged._integers import as_int32, checked_size
 
 HOW = ("num_partitions", "implementation")  # options that do not change what is computed
@@ -64,8 +64,8 @@ class DenseStep:
         if len(q) != num_tokens:
             raise ValueError(f"q must have the {num_tokens} tokens of the step; got {list(shape)}.")
         if rotary_frequencies is not None:
-            angles = cos_sin(self.positions, jnp.asarray(rotary_frequencies, jnp.float32))
-            q, k = (rotate(x, *angles, interleaved=interleaved, start=value_dim or 0) for x in (q, k))
+            start = value_dim or 0
+            q, k = rotate_all((q, k), self.positions, rotary_frequencies, interleaved=interleaved, start=start)
         own: Any = {name: option for name, option in options.items() if name not in HOW}
         checked = check_options(k[None], q.shape[1], num_tokens, is_latent=is_latent, **own)
         distance = self.positions[:, None] - self.positions[None]

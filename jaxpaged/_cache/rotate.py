@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sized
 from typing import Any
 
 import jax
@@ -83,14 +84,21 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
     positions = checked_array("positions", positions, *k.shape[:-2], which="one a token")
     start = pools_of(cache).value_dim or 0
     head_dim = k.shape[-1] - start  # dimensions that can be rotated
-    if frequencies is not None and not 0 < 2 * len(frequencies) <= head_dim:
-        raise ValueError(f"frequencies must be up to head_dim // 2 numbers; got {len(frequencies)} for {head_dim=}.")
     if frequencies is None:
         check_interleaved("frequencies", frequencies, interleaved=interleaved)
-        return write_kv(cache, k, v, slots), q
-    cos, sin = cos_sin(positions, jnp.asarray(frequencies, jnp.float32))
-    k, q = (rotate(x, cos, sin, interleaved=interleaved, start=start) for x in (k, q))
+    else:
+        check_frequencies("frequencies", frequencies, head_dim)
+        k, q = rotate_all((k, q), positions, frequencies, interleaved=interleaved, start=start)
     return write_kv(cache, k, v, slots), q
+
+
+def check_frequencies(name: str, frequencies: Sized, dims: int) -> None:
+    """Raises `ValueError` unless there are 1 to `dims // 2` frequencies, one for each pair of dimensions."""
+    if not 0 < 2 * len(frequencies) <= dims:
+        raise ValueError(
+            f"{name} must hold 1 to {dims // 2} numbers, one for each pair of the {dims} dimensions; got "
+            f"{len(frequencies)}. Make them with jaxpaged.rotary_frequencies({dims})."
+        )
 
 
 def check_interleaved(name: str, frequencies: Any, *, interleaved: bool) -> None:
@@ -100,6 +108,14 @@ def check_interleaved(name: str, frequencies: Any, *, interleaved: bool) -> None
             f"interleaved=True rotates nothing without {name}; got {name}=None. Pass "
             "jaxpaged.rotary_frequencies(rotary_dim), or leave interleaved out where the model itself rotates q and k."
         )
+
+
+def rotate_all(
+    arrays: Iterable[jax.Array], positions: jax.Array, frequencies: Any, *, interleaved: bool, start: int
+) -> list[jax.Array]:
+    """Rotates arrays `[..., heads, head_dim]` by the positions of their tokens, int32 `[...]`; see `rotate`."""
+    angles = cos_sin(positions, jnp.asarray(frequencies, jnp.float32))
+    return [rotate(x, *angles, interleaved=interleaved, start=start) for x in arrays]
 
 
 @one_program()

@@ -17,7 +17,7 @@ from jaxpaged._attention.dense_step import DenseStep
 from jaxpaged._by_kernel import Implementation
 from jaxpaged._cache.kv_cache import KVCache, check_cache
 from jaxpaged._cache.layers import CacheLayer, pools_of
-from jaxpaged._cache.rotate import check_interleaved
+from jaxpaged._cache.rotate import check_frequencies, check_interleaved
 from jaxpaged._dtypes import checked_dtype
 from jaxpaged._integers import check_heads
 
@@ -87,12 +87,9 @@ class AttentionSettings:
     def __post_init__(self) -> None:
         check_heads(self.num_heads, self.num_kv_heads)
         check_dtypes(self)
-        head_dim, frequencies = self.head_dim, self.rotary_frequencies
-        if frequencies is not None and not 0 < 2 * len(frequencies) <= head_dim:
-            raise ValueError(
-                f"rotary_frequencies must hold up to head_dim // 2 numbers; got {len(frequencies)} for {head_dim=}. "
-                "Make them with jaxpaged.rotary_frequencies(head_dim)."
-            )
+        frequencies = self.rotary_frequencies
+        if frequencies is not None:
+            check_frequencies("rotary_frequencies", frequencies, self.head_dim)
         if frequencies is not None and self.rotary is not None:
             raise ValueError("rotary replaces rotary_frequencies; got both. Pass rotary_frequencies=None with rotary.")
         check_interleaved("rotary_frequencies", frequencies, interleaved=self.interleaved)

@@ -21,7 +21,7 @@ from jaxpaged._attention.writes import note_write
 from jaxpaged._by_kernel import Implementation
 from jaxpaged._cache.kv_cache import LARGEST, KVCache
 from jaxpaged._cache.layers import CacheLayer, pools_of
-from jaxpaged._cache.rotate import cos_sin, rotate
+from jaxpaged._cache.rotate import check_frequencies, rotate_all
 from jaxpaged._cache.split_rotary import split_key, split_query
 from jaxpaged._cache.write import write_kv
 from jaxpaged._flax.attention import check_dtypes, check_tokens
@@ -80,12 +80,7 @@ class LatentSettings:
 
     def __post_init__(self) -> None:
         check_dtypes(self)
-        if not 0 < 2 * len(self.rotary_frequencies) <= self.qk_rope_head_dim:
-            raise ValueError(
-                "rotary_frequencies must hold up to qk_rope_head_dim // 2 numbers; got "
-                f"{len(self.rotary_frequencies)} for qk_rope_head_dim={self.qk_rope_head_dim}. Make them with "
-                "jaxpaged.rotary_frequencies(qk_rope_head_dim)."
-            )
+        check_frequencies("rotary_frequencies", self.rotary_frequencies, self.qk_rope_head_dim)
 
     @property
     def query_features(self) -> int:
@@ -165,8 +160,7 @@ def latent_attention[C: (KVCache, CacheLayer)](
 
 def _rotated(settings: LatentSettings, positions: jax.Array, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The rotated parts of q and k. q gets the square of the factor, because the cache holds keys without it."""
-    angles = cos_sin(positions, jnp.asarray(settings.rotary_frequencies, jnp.float32))
-    q, k = (rotate(x, *angles, interleaved=settings.interleaved, start=0) for x in (q, k))
+    q, k = rotate_all((q, k), positions, settings.rotary_frequencies, interleaved=settings.interleaved, start=0)
     factor = settings.rotary_factor
     return q if factor == 1.0 else q * jnp.asarray(factor**2, q.dtype), k
 

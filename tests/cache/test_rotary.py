@@ -84,7 +84,7 @@ def test_writes_the_same_as_write_kv(name):
         (dict(q=jnp.zeros((2, 3, 6, 8), jnp.complex64)), r"q must be floating point; got q.dtype=complex64"),
         (dict(positions=jnp.zeros(3, jnp.int32)), r"positions must be int32 \[2, 3\], one a token; got int32 \[3\]"),
         (dict(positions=jnp.zeros((2, 3))), r"positions must be int32 \[2, 3\], one a token; got float32"),
-        (dict(frequencies=(1.0,) * 5), r"frequencies must be up to head_dim // 2 numbers; got 5 for head_dim=8"),
+        (dict(frequencies=(1.0,) * 5), r"frequencies must hold 1 to 4 numbers, .* the 8 dimensions; got 5. Make them"),
         (dict(frequencies=None, interleaved=True), r"rotates nothing without frequencies; got frequencies=None. Pass"),
         (dict(slots=jnp.zeros(3, jnp.int32)), r"[kv] must be \[..., kv_heads, head_dim\] with slots"),
     ],

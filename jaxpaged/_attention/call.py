@@ -120,15 +120,10 @@ def _as_arrays(
         raise ValueError(f"k_cache must be one of {_names(CACHE_DTYPES)}; got {k_cache.dtype=!s}.")
     if v_cache is not None and k_cache.dtype != v_cache.dtype:
         raise ValueError(f"k_cache and v_cache must have one dtype; got {k_cache.dtype=!s}, {v_cache.dtype=!s}.")
-    if block_tables.dtype != jnp.int32:
-        raise ValueError(f"block_tables must be int32; got {block_tables.dtype=!s}. Cast with .astype(jnp.int32).")
-    check_lengths_dtype(lengths)
+    for name, array in (("block_tables", block_tables), ("lengths", lengths)):
+        if array.dtype != jnp.int32:
+            raise ValueError(f"{name} must be int32; got {name}.dtype={array.dtype}. Cast with .astype(jnp.int32).")
     return q, k_cache, v_cache, block_tables, lengths
-
-
-def check_lengths_dtype(lengths: jax.Array) -> None:
-    if lengths.dtype != jnp.int32:
-        raise ValueError(f"lengths must be int32; got {lengths.dtype=!s}. Cast with .astype(jnp.int32).")
 
 
 def _check_shapes(

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxpaged._cache.kv_cache import KVCache
+from jaxpaged._cache.kv_cache import KVCache, named_caches
 
 _watched: contextvars.ContextVar["Writes | None"] = contextvars.ContextVar("writes", default=None)
 
@@ -27,12 +27,6 @@ class Writes:
 
     newest: dict[int, tuple[str, frozenset[int]]]
     kept: list[Any]
-
-
-def named_caches(caches: Any) -> list[tuple[str, KVCache]]:
-    """The caches of a pytree with their names."""
-    found = jax.tree.leaves_with_path(caches, is_leaf=lambda x: isinstance(x, KVCache))
-    return [(f"caches{jax.tree_util.keystr(path)}", cache) for path, cache in found]
 
 
 @contextlib.contextmanager

@@ -237,6 +237,16 @@ def check_cache(cache: KVCache) -> None:
             )
 
 
+def named_caches(caches: Any) -> list[tuple[str, KVCache]]:
+    """The caches of a pytree with their names."""
+    found = jax.tree.leaves_with_path(caches, is_leaf=lambda x: isinstance(x, KVCache))
+    return [(f"caches{jax.tree_util.keystr(path)}", cache) for path, cache in found]
+
+
+def caches_in(caches: Any) -> list[KVCache]:
+    return [cache for _, cache in named_caches(caches)]
+
+
 def map_blocks(function: Callable[..., jax.Array], cache: KVCache, *others: KVCache) -> KVCache:
     """Applies `function` to every array with a block axis. Scales per tensor or head stay as they are in `cache`."""
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpaged import _device
+from jaxpaged._cache.kv_cache import caches_in
 from jaxpaged._engine.inputs import pool_sizes
 from jaxpaged._integers import checked_size
 from jaxpaged._slice.kinds import last_few
 from jaxpaged._slice.options import EngineOptions, ResolvedOptions
-from jaxpaged._slice.pytrees import caches_in
 from pallas_kernels.common.interface import is_hopper
 
 # 384 seats make rollouts of 512 completions 13% slower; 768 need more widths and gain at most 3%. [seats_h100]

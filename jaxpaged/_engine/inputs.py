@@ -6,8 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxpaged._cache.kv_cache import KVCache
-from jaxpaged._slice.pytrees import caches_in
+from jaxpaged._cache.kv_cache import KVCache, caches_in
 
 
 def own(weights: Any) -> Any:

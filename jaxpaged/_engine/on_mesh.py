@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpaged._slice.pytrees import caches_in
+from jaxpaged._cache.kv_cache import caches_in
 
 
 def find_mesh(tree: Any) -> Mesh | None:

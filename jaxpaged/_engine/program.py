@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpaged import _device
+from jaxpaged._cache.kv_cache import caches_in
 from jaxpaged._engine.defaults import chosen_least_saved_reads, step_cost
 from jaxpaged._engine.inputs import bytes_on_a_device
 from jaxpaged._engine.on_mesh import on_each_device, replicate, whole_beside
@@ -25,7 +26,6 @@ from jaxpaged._slice.kinds import Kind, make_kinds
 from jaxpaged._slice.model import Apply, ApplyHead, Setup, apply_model
 from jaxpaged._slice.options import ResolvedOptions
 from jaxpaged._slice.packing import num_words, pack
-from jaxpaged._slice.pytrees import caches_in
 from jaxpaged._slice.run_slice import make_report, run_packed
 from jaxpaged._slice.state import Inbox, Report, State
 from jaxpaged._slice.step import model_outputs

@@ -8,10 +8,11 @@ import jax
 
 from jaxpaged._attention.attention_step import AttentionStep
 from jaxpaged._attention.writes import check_same_trace, check_written, watch_writes
+from jaxpaged._cache.kv_cache import caches_in
 from jaxpaged._slice.drafting import Draft
 from jaxpaged._slice.kinds import Kind
 from jaxpaged._slice.options import ResolvedOptions
-from jaxpaged._slice.pytrees import caches_in, difference, in_same_containers
+from jaxpaged._slice.pytrees import difference, in_same_containers
 
 # Weights, tokens, positions, caches and the step: the new caches, hidden states, and optionally `aux`.
 Apply = Callable[[Any, jax.Array, jax.Array, Any, AttentionStep], tuple[Any, ...]]

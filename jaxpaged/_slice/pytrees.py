@@ -1,12 +1,10 @@
-"""Comparison of pytrees, and the caches in one."""
+"""Comparison of pytrees."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from jaxpaged._cache.kv_cache import KVCache
 
 
 def difference(before: Any, after: Any) -> str | None:
@@ -37,8 +35,3 @@ def in_same_containers(before: Any, after: Any) -> Any:
     """The leaves of `after` in the containers of `before`: lists become tuples. Unchanged if their paths differ."""
     paths = [[path for path, _ in jax.tree.leaves_with_path(tree)] for tree in (before, after)]
     return jax.tree.unflatten(jax.tree.structure(before), jax.tree.leaves(after)) if paths[0] == paths[1] else after
-
-
-def caches_in(caches: Any) -> list[KVCache]:
-    """The model's caches as a list."""
-    return jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, KVCache))

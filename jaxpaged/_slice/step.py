@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.prefix_groups import PrefixGroups
 from jaxpaged._attention.attention_step import AttentionStep
+from jaxpaged._cache.kv_cache import caches_in
 from jaxpaged._scheduler.arrays import rows_of
 from jaxpaged._scheduler.records import StepPlan
 from jaxpaged._slice.drafting import call_draft
@@ -17,7 +18,6 @@ from jaxpaged._slice.kinds import Kind, count_wait
 from jaxpaged._slice.model import Setup, apply_head
 from jaxpaged._slice.packing import pack
 from jaxpaged._slice.prefix_groups import sort_by_group
-from jaxpaged._slice.pytrees import caches_in
 from jaxpaged._slice.scoring import StepOutputs, drawn_rows, score_and_sample
 from jaxpaged._slice.state import State
 

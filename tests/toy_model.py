@@ -238,7 +238,7 @@ def assert_idle(engine):
     """Asserts that no request is left and all blocks are free."""
     assert_invariants(engine)
     stats = engine.stats()
-    assert engine._books.is_settled
+    assert not engine._books.num_unsettled
     assert int(engine._runner.state.allocator.num_free) == stats.num_blocks
 
 

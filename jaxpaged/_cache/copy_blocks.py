@@ -14,13 +14,13 @@ from jaxpaged import _device
 from jaxpaged._by_kernel import NO_HINTS, Choice, Refusal, choose, computed_by_kernel
 from jaxpaged._cache.kv_cache import KVCache, check_cache, map_blocks
 from jaxpaged._cache.transfer import (
-    checked_ids,
     distinct,
     holds_tokens,
     layers_and_blocks,
     put_blocks,
     take_blocks,
 )
+from jaxpaged._integers import checked_array
 from jaxpaged._on_shards import on_shards
 from pallas_kernels import copy_blocks as kernel
 from pallas_kernels.copy_blocks.config import Copies
@@ -70,8 +70,8 @@ def copy_blocks(cache: KVCache, source_ids: ArrayLike, destination_ids: ArrayLik
         [0, 0, 0, 1, 0, 0, 0, 1]
     """
     check_cache(cache)
-    source_ids = checked_ids("source_ids", source_ids)
-    destination_ids = checked_ids("destination_ids", destination_ids)
+    source_ids = checked_array("source_ids", source_ids, "pairs")
+    destination_ids = checked_array("destination_ids", destination_ids, "pairs")
     if source_ids.shape != destination_ids.shape:
         raise ValueError(
             "source_ids and destination_ids must be of one length; "

@@ -189,10 +189,6 @@ def _slots_of_tables(block_tables: jax.Array, lengths: jax.Array, num_blocks: in
     return jnp.where(positions[None] < lengths[:, None], slots, num_blocks * block_size)
 
 
-def checked_ids(name: str, ids: ArrayLike) -> jax.Array:
-    return checked_array(name, ids, "pairs")
-
-
 def _check_contiguous(contiguous: KVCache, cache: KVCache, num_blocks: int, block_size: int) -> None:
     layers, token_shape = cache.k.shape[: _layer_axes(cache)], cache.k.shape[-2:]
     wanted, dtype = (*layers, num_blocks, block_size, *token_shape), contiguous.k.dtype

@@ -81,10 +81,6 @@ class Books:
         return len(self.requests.keys() | self._new_outputs.keys())
 
     @property
-    def is_settled(self) -> bool:
-        return not self.num_unsettled
-
-    @property
     def has_some_for_step(self) -> bool:
         """True while a request from `add_request` has not been reported as finished."""
         return not self.requests.keys() <= self.served or not self._new_outputs.keys() <= self.served

@@ -194,6 +194,13 @@ def test_a_limit_beyond_the_context_reserves_no_more_than_the_context(run):
         (["--num-blocks", 10**9], PROMPTS, r"A pool of 1000000000 blocks .* needs \d+ GB"),
         ([], ["\udcff"], r"A prompt is not valid UTF-8"),
         (["--model", "x" * 300], PROMPTS, r"cannot be read as a checkpoint"),
+        (["--cache-scale", "head"], PROMPTS, r"--cache-scale goes with --cache-dtype float8_e4m3fn"),
+        (["--num-speculative-tokens", 2, "--stream"], PROMPTS, r"--num-speculative-tokens: leave out .* --stream"),
+        (
+            ["--cache-dtype", "int8", "--cache-scale", "head", "--tensor-parallel", 2],
+            PROMPTS,
+            r"--cache-scale head is calibrated on one device",
+        ),
     ],
 )
 def test_refusals_are_one_sentence_and_exit_code_2(run, arguments, prompts, message):

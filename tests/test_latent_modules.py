@@ -169,6 +169,10 @@ def test_a_cache_with_rotary_numbers_in_two_parts(changes):
     assert error(24) < error(20) / 2
 
 
+def test_settings_store_frequencies_as_a_tuple():
+    assert len({SETTINGS, dataclasses.replace(SETTINGS, rotary_frequencies=list(SETTINGS.rotary_frequencies))}) == 1
+
+
 def test_errors():
     step, x = append(new_allocator(), 5), jnp.ones((1, 5, FEATURES))
     with pytest.raises(ValueError, match="must be a latent one of 20 numbers and values of 16"):

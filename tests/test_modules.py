@@ -229,6 +229,14 @@ def test_size_errors(changes, message):
         AttentionSettings(**SIZES | changes)
 
 
+def test_settings_store_lists_and_arrays_as_tuples():
+    changes = dict(rotary_frequencies=(1.0, 0.5), alibi_slopes=(0.5,) * HEADS)
+    settings = AttentionSettings(**SIZES | changes)
+    for convert in (list, np.asarray):
+        other = AttentionSettings(**SIZES | {name: convert(numbers) for name, numbers in changes.items()})
+        assert len({settings, other}) == 1
+
+
 def test_call_errors():
     allocator, cache, x = new_allocator(), new_cache(), jnp.zeros((3, 1, FEATURES))
     step = AttentionStep.create(allocator, jnp.zeros((3, 1), jnp.int32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
 import jax
@@ -195,7 +196,7 @@ class AttentionStep:
         v: jax.Array | None,
         cache: C,
         *,
-        rotary_frequencies: tuple[float, ...] | None = None,
+        rotary_frequencies: Sequence[float] | jax.Array | None = None,
         interleaved: bool = False,
         **options: Unpack[LayerKeywords],
     ) -> tuple[C, jax.Array]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 import jax
@@ -46,7 +47,7 @@ class DenseStep:
         v: jax.Array | None,
         cache: C,
         *,
-        rotary_frequencies: tuple[float, ...] | None = None,
+        rotary_frequencies: Sequence[float] | jax.Array | None = None,
         interleaved: bool = False,
         **options: Unpack[LayerKeywords],
     ) -> tuple[C, jax.Array]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Sequence, Sized
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
     v: ArrayLike | None,
     slots: ArrayLike,
     positions: ArrayLike,
-    frequencies: tuple[float, ...] | None,
+    frequencies: Sequence[float] | jax.Array | None,
     *,
     interleaved: bool = False,
 ) -> tuple[C, jax.Array]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Sequence[int] = ()
     n: int = 1
     logprobs: bool = False
     prompt_logprobs: bool = False
@@ -66,7 +66,7 @@ class SamplingParams:
             checked_size("adapter", self.adapter, 0, 2**31 - 1)
         if np.ndim(self.stop_token_ids) != 1:
             raise ValueError(
-                f"stop_token_ids must be a tuple of token ids; got stop_token_ids={self.stop_token_ids!r}."
+                f"stop_token_ids must be a sequence of token ids; got stop_token_ids={self.stop_token_ids!r}."
             )
         stop_token_ids = tuple(checked_size("stop_token_ids", token, 0, 2**31 - 1) for token in self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", stop_token_ids)

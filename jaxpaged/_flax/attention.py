@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,8 +29,8 @@ Norm = Callable[[jax.Array], jax.Array]
 class AttentionSettings:
     """Sizes and options of `jaxpaged.nnx.PagedAttention` and `jaxpaged.linen.PagedAttention`.
 
-    The object is hashable and holds no arrays. Layers with equal options can share one; `dataclasses.replace` makes a
-    variant.
+    The object is hashable: it stores sequences as tuples, and holds no arrays. Layers with equal options can share one;
+    `dataclasses.replace` makes a variant.
 
     Attributes:
         num_heads: number of query heads.
@@ -65,7 +65,7 @@ class AttentionSettings:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rotary_frequencies: tuple[float, ...] | None
+    rotary_frequencies: Sequence[float] | None
     rotary: Rotary | None = None
     interleaved: bool = False
     fused: bool = True
@@ -78,7 +78,7 @@ class AttentionSettings:
     scale: float | None = None
     sliding_window: int | None = None
     logits_soft_cap: float | None = None
-    alibi_slopes: tuple[float, ...] | None = None
+    alibi_slopes: Sequence[float] | None = None
     num_partitions: int | None = None
     implementation: Implementation | None = None
     dtype: DTypeLike | None = None
@@ -87,6 +87,7 @@ class AttentionSettings:
     def __post_init__(self) -> None:
         check_heads(self.num_heads, self.num_kv_heads)
         check_dtypes(self)
+        store_floats(self, "rotary_frequencies", "alibi_slopes")
         frequencies = self.rotary_frequencies
         if frequencies is not None:
             check_frequencies("rotary_frequencies", frequencies, self.head_dim)
@@ -119,6 +120,13 @@ def check_dtypes(settings: Any) -> None:
     checked_dtype("param_dtype", settings.param_dtype)
     if settings.dtype is not None:
         checked_dtype("dtype", settings.dtype)
+
+
+def store_floats(settings: Any, *names: str) -> None:
+    """Replaces the named sequences of numbers, except None, by tuples of floats."""
+    for name in names:
+        if (numbers := getattr(settings, name)) is not None:
+            object.__setattr__(settings, name, tuple(map(float, numbers)))
 
 
 def output_features(settings: AttentionSettings, projection: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,14 +25,15 @@ from jaxpaged._cache.layers import CacheLayer, pools_of
 from jaxpaged._cache.rotate import check_frequencies, rotate_all
 from jaxpaged._cache.split_rotary import split_key, split_query
 from jaxpaged._cache.write import write_kv
-from jaxpaged._flax.attention import check_dtypes, check_tokens
+from jaxpaged._flax.attention import check_dtypes, check_tokens, store_floats
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentSettings:
     """Sizes and options of `jaxpaged.nnx.LatentAttention`.
 
-    The object is hashable and holds no arrays. The sizes have the names of a DeepSeek model's config.
+    The object is hashable: it stores sequences as tuples, and holds no arrays. The sizes have the names of a
+    DeepSeek model's config.
 
     Attributes:
         num_heads: number of query heads, `num_attention_heads` in the config.
@@ -65,7 +67,7 @@ class LatentSettings:
     qk_rope_head_dim: int
     v_head_dim: int
     q_lora_rank: int | None
-    rotary_frequencies: tuple[float, ...]
+    rotary_frequencies: Sequence[float]
     rotary_factor: float = 1.0
     interleaved: bool = True
     norm_epsilon: float = 1e-6
@@ -80,6 +82,7 @@ class LatentSettings:
 
     def __post_init__(self) -> None:
         check_dtypes(self)
+        store_floats(self, "rotary_frequencies")
         check_frequencies("rotary_frequencies", self.rotary_frequencies, self.qk_rope_head_dim)
 
     @property

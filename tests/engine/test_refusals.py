@@ -29,7 +29,7 @@ PARAMS = {
     "top_k must be at most 2147483647; got top_k=4294967296": dict(top_k=2**32),
     "top_k must be at least -1; got top_k=-2": dict(top_k=-2),
     "head_start must be at least -2147483648": dict(head_start=-(2**40)),
-    "a tuple of token ids; got stop_token_ids=5": dict(stop_token_ids=5),
+    "a sequence of token ids; got stop_token_ids=5": dict(stop_token_ids=5),
     "got stop_token_ids='ab'": dict(stop_token_ids="ab"),
     "stop_token_ids must be at least 0; got stop_token_ids=-1": dict(stop_token_ids=(-1,)),
     "seed must be at most 4294967295": dict(seed=2**32),

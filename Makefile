@@ -41,7 +41,7 @@ docs: ## the site, into build/site
 	"$(VENV)-docs/bin/python" tools/check_site.py build/site
 	@echo "The site: build/site/index.html. Its search needs a server: python3 -m http.server --directory build/site"
 
-release: ## sdist and wheel in dist; with each of PYTHONS, README, types and the quick ones of TESTS on the wheel
+release: ## sdist and wheel in dist, both checked with each Python of PYTHONS
 	"$$(tools/find_python.sh)" -m venv "$(VENV)-release"
 	"$(VENV)-release/bin/python" -m pip install --quiet --upgrade --constraint requirements.lock \
 		pip build==1.6.1 mypy "pyright[nodejs]==1.1.414" twine==7.0.0

@@ -65,8 +65,7 @@ SamplingParams(max_tokens="eight")  # type: ignore[arg-type]
 
 def run(*command: str | Path, cwd: Path | None = None) -> None:
     print("+", *command, flush=True)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run(command, check=True, cwd=cwd, env=environment)
+    subprocess.run(command, check=True, cwd=cwd)
 
 
 def pip_install(python: Path, *words: str | Path) -> None:
@@ -161,6 +160,7 @@ def main() -> None:
     if missing := [name for name, path in pythons.items() if path is None]:
         raise SystemExit(f"No {' or '.join(missing)} on PATH: name interpreters, as in make release PYTHONS='a/python'")
 
+    os.environ.pop("PYTHONPATH", None)  # a checkout in it would hide the installed package
     root = Path(__file__).resolve().parents[1]
     (wheel,), (sdist,) = (list((root / "dist").glob(pattern)) for pattern in ("*.whl", "*.tar.gz"))
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)

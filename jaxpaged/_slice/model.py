@@ -59,6 +59,8 @@ def apply_model(
         raise ValueError(f"apply must return hidden states, or logits if the engine has no head; got {hidden!r}.")
     for name, tree in (("caches", new_caches), ("hidden", hidden), ("aux", aux)):
         check_same_trace(name, tree, tokens)
+    if (num_returned := len(caches_in(new_caches))) != (num_given := len(caches_in(caches))):
+        raise ValueError(f"apply must return caches like those it was given; got {num_returned} of {num_given}.")
     new_caches = in_same_containers(caches, new_caches)
     if changed := difference(caches, new_caches):
         raise ValueError(f"apply must return caches like those it was given; {changed}.")

@@ -238,7 +238,8 @@ RETURNED = {  # returned by `toy_model.apply`: caches and hidden states
     rf"{AUX}; got \[3\]": lambda *both: (*both, jnp.zeros(3)),
     rf"{AUX}.*; got int at \['experts'\]": lambda *both: (*both, {"experts": 1}),
     "aux must be of 32 bits or bool; got bfloat16 at its root": lambda *both: (*both, jnp.zeros(22, jnp.bfloat16)),
-    r"caches like those it was given; .* was float32\[.*\] and is not there": lambda cache, hidden: ((), hidden),
+    "caches like those it was given; got 0 of 1": lambda cache, hidden: ((), hidden),
+    r"caches like those it was given; .* was float32\[.*\] and is not there": lambda cache, hidden: (hidden, hidden),
     r"\(caches, hidden\) or \(caches, hidden, aux\); got 1": lambda cache, hidden: hidden,
     r"\(caches, hidden\) or \(caches, hidden, aux\); got 4": lambda *_: (1, 2, 3, 4),
 }

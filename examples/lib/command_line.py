@@ -190,7 +190,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         lines = read_text(args.prompt_file, "prompt file").split("\n")
         prompts += [line.rstrip("\r") for line in lines if line.strip()]
     if not prompts:
-        raise RequestError("There is no prompt; pass --prompt TEXT or a --prompt-file that has a line.")
+        raise RequestError("There is no prompt; write it after the model, or pass a --prompt-file that has a line.")
     if not all(prompts):
         raise RequestError("A prompt is empty; write something in it or leave it out.")
     if any("\udc80" <= character <= "\udcff" for prompt in prompts for character in prompt):
@@ -265,7 +265,7 @@ def parse_command(
 ) -> argparse.Namespace:
     """Parses the options and, before, between or after them, MODEL and the PROMPTs of a program that has them.
 
-    --help shows the options in `usual`, --help-all shows every option.
+    Without MODEL, the first PROMPT must have a space. --help shows the options in `usual`, --help-all every option.
     """
     parser.usage = "%(prog)s [options] [MODEL]" + " [PROMPT ...]" * has_prompts
     parser.add_argument("--help-all", action="help", help="show all options and exit")
@@ -278,13 +278,18 @@ def parse_command(
         parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a text to continue, or a message with --chat")
     args = parser.parse_intermixed_args(arguments)
     words = [*([] if args.words is None else [args.words]), *(args.prompts if has_prompts else [])]
-    if words and args.model is None:
+    if words and args.model is None and not (has_prompts and is_prompt(words[0])):
         args.model = Path(words.pop(0))
     if has_prompts:
         args.prompt = [*words, *args.prompt]
     elif words:
         parser.error(f"there is one model; got {words[0]} and --model {args.model}")
     return args
+
+
+def is_prompt(word: str) -> bool:
+    """Whether a word that may be a model is a prompt: no name on the hub has a space, and a path exists."""
+    return any(map(str.isspace, word)) and not Path(word).exists()
 
 
 # Running a script.

@@ -27,7 +27,7 @@ class EngineOptions:
 
     Attributes:
         vocab_size: the width of the logits, and the upper bound of token ids. None: neither is checked.
-        max_num_seqs: the most requests that run at once. None: chosen, like the next three (`docs/engine.md` says how).
+        max_num_seqs: the most requests that run at once. None: chosen, like the next three (`docs/engine_design.md`).
         max_model_len: the most tokens of a request, prompt and new ones together.
         chunk_tokens: the most prompt tokens that a step computes, in addition to one token of each running request. A
             larger number makes long prompts faster, and steps with prompts slower.

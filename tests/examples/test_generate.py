@@ -180,7 +180,7 @@ def test_a_limit_beyond_the_context_reserves_no_more_than_the_context(run):
 @pytest.mark.parametrize(
     ("arguments", "prompts", "message"),
     [
-        ([], [], r"There is no prompt; pass --prompt"),
+        ([], [], r"There is no prompt; write it after the model"),
         ([], ["a", ""], r"A prompt is empty"),
         (["--prompt-file", "/nowhere.txt"], [], r"The prompt file /nowhere.txt cannot be read"),
         (["--shared-prefix", "/nowhere.txt"], PROMPTS, r"The shared prefix /nowhere.txt cannot be read"),

@@ -48,7 +48,7 @@ def test_generate_accepts_options_between_the_model_and_the_prompts(run, tiny):
     assert [line["tokens"] for line in lines] == [greedy(tiny.tensors, line["prompt_tokens"], 3) for line in lines]
 
 
-def test_words_after_an_option_for_the_model_are_prompts():
+def test_words_after_an_option_for_the_model_are_prompts(tmp_path, monkeypatch):
     import generate
     import serve
 
@@ -56,6 +56,14 @@ def test_words_after_an_option_for_the_model_are_prompts():
     args = generate.parse_arguments(words)
     assert (str(args.model), args.prompt) == ("a/folder", ["first", "second", "third"])
     assert str(serve.parse_arguments(["a/folder", "--dtype=float32"]).model) == "a/folder"
+
+    args = generate.parse_arguments(["Name three rivers.", "and", "--dtype=float32"])  # no model has such a name
+    assert (args.model, args.prompt) == (None, ["Name three rivers.", "and"])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my model").mkdir()
+    args = generate.parse_arguments(["my model", "first", "--dtype=float32"])
+    assert (str(args.model), args.prompt) == ("my model", ["first"])
+
     with pytest.raises(SystemExit):
         serve.parse_arguments(words[:3])
 

@@ -138,7 +138,7 @@ class EngineGenerator:
         self.engine = jaxpaged.Engine(apply, weights, caches, head=head, options=options)
 
     def update_weights(self, model: Any) -> None:
-        """Updates the engine's weights, if an array of the model is not the one of the last call."""
+        """Updates the engine's weights if any array of the model is a different object than in the last call."""
         arrays = jax.tree.leaves(nnx.state(model))
         if any(new is not old for new, old in zip(arrays, self._arrays, strict=True)):
             self.engine.update_weights(self._weights(model))

@@ -94,8 +94,8 @@ def replace(module_type: type, call: Callable[..., Any]) -> Iterator[None]:
     """Replaces every call `module(*args)` with `call(module, *args)`, for all modules of one type, in a `with` block.
 
     This is `jaxpaged.nnx.replace` for Linen. It is a context manager, and also works as a decorator. Flax reuses the
-    traces of `nn.jit` and `nn.remat`, so calls in code that they traced earlier are not replaced: call the modules
-    under them directly.
+    traces of `nn.jit` and `nn.remat`, so calls in code that either has already traced are not replaced. To avoid this,
+    call the wrapped modules directly.
 
     Args:
         module_type: type of the modules to replace.

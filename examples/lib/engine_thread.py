@@ -44,7 +44,8 @@ class Generation:
     Attributes:
         unfinished: number of unfinished completions of each request; before `start` one number for all.
         requests: prompts and parameters; empty before `start`.
-        unread: latest output of each request that `outputs` has not read, so that a slow reader holds only one.
+        unread: for each request, its latest output, if `outputs` has not read it yet. A slow reader never holds more
+            than one output per request.
         has_unread: set when there is unread output or a failure.
         reported: requests that have had output.
         failure: the error that ended the engine.
@@ -206,7 +207,7 @@ class EngineThread:
             await self._idle.wait()
 
     def _deliver(self, outputs: list[tuple[Generation, int, RequestOutput]], stats: EngineStats) -> None:
-        """Receives the outputs of one step. Delivers the first and last output of a request at once."""
+        """Receives the outputs of one step. Delivers a request's first and last output immediately."""
         self.stats = stats
         for generation, index, output in outputs:
             if output.finished or index not in generation.reported:

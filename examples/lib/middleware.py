@@ -30,7 +30,8 @@ OTHER_HOST = JSONResponse(
 
 
 def with_request_ids(app: ASGIApp, *, logs_requests: bool, checks_host: bool) -> ASGIApp:
-    """Wraps the application. Answers have the client's x-request-id or a new one. POST requests may be logged."""
+    """Wraps the application. Each response carries the client's x-request-id, or a new one. `logs_requests` logs POST
+    requests."""
 
     async def identified(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -55,7 +55,8 @@ class Channels:
 
 
 def make_splitter(tokenizer: Tokenizer) -> Thoughts | Channels | None:
-    """The splitter for the marks that the tokenizer has as tokens. None: the model has no reasoning."""
+    """The splitter for the reasoning marks that are single tokens of the tokenizer. None: the model has no
+    reasoning."""
 
     def find(*marks: str) -> list[int] | None:
         ids = [i for mark in marks if (i := tokenizer.tokenizer.token_to_id(mark)) is not None]
@@ -69,11 +70,11 @@ def make_splitter(tokenizer: Tokenizer) -> Thoughts | Channels | None:
 
 
 class ReasoningStream:
-    """Returns new reasoning and content of growing tokens piece by piece, as `TextStream` does for text.
+    """Returns the reasoning and the content of a growing list of tokens, piece by piece, as `TextStream` does for text.
 
-    Control tokens of the model separate the two, including those in the prompt. Everything is content if the model has
-    none, or `splits` is False. Stop strings apply only to the content, because reasoning may quote them from the
-    question. `options` are options of `TextStream`.
+    The model's control tokens separate the two; control tokens in the prompt count too. Everything is content if the
+    model has none, or `splits` is False. Stop strings apply only to the content, because reasoning may quote them from
+    the question. `options` are options of `TextStream`.
 
     Attributes:
         num_tokens: tokens read so far. The last may hold a stop string and more.

@@ -13,7 +13,7 @@ MOST_PENDING = 3  # maximum bytes of an incomplete character
 
 
 class TextStream:
-    """Returns the text of growing tokens piece by piece.
+    """Returns the text of a growing list of tokens, piece by piece.
 
     Joined, the pieces are the text of all tokens, or the text before the first stop string, however the tokens arrive.
     The text is the tokens' bytes, decoded as UTF-8. Incomplete characters, and characters that may begin a stop string,

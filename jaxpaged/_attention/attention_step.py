@@ -101,14 +101,14 @@ class AttentionStep:
         num_kv_heads: int | None = None,
         num_partitions: int | None = None,
     ) -> AttentionStep:
-        """A step of the tokens that were appended last.
+        """Makes the step of the most recently appended tokens.
 
         Args:
             allocator: the allocator after the `append` that made room for the tokens.
             slots: int32 `[seqs]` or `[seqs, q_len]`, as returned by that `append`; or packed `[tokens]`, from
                 `BlockAllocator.slots`. With several groups of layers the first axis is the group.
-            positions: int32, shaped as slots without the axis of groups. None: the positions of the newest tokens of
-                each sequence. In a tree: each token's depth plus the length of the history.
+            positions: int32, the shape of `slots` without its axis of groups. None: the positions of the newest tokens
+                of each sequence. In a tree: each token's depth plus the length of the history.
             query_starts: int32 `[seqs + 1]`, not descending, index of each sequence's first token.
             tree_mask: from `jaxpaged.tree_mask`, for tokens that are not packed.
             prefix_groups: from `BlockAllocator.prefix_groups`, for these tokens.

@@ -200,7 +200,7 @@ def _create_scale(
 
 
 def check_cache(cache: KVCache) -> None:
-    """Raises `ValueError` if the argument is not a cache, or its arrays do not match."""
+    """Raises `ValueError` if the argument is not a cache, or if its arrays are inconsistent with one another."""
     if not isinstance(cache, KVCache):
         raise ValueError(
             f"a cache must be a KVCache, and in a CacheLayer a stack of num_layers; got a {type(cache).__name__}. "

@@ -129,7 +129,7 @@ class Books:
         self.forgets[slice(None) if adapters is None else [1 + adapter for adapter in adapters]] = True
 
     def find(self, request_id: int | None, completion: int | None) -> list[CompletionState]:
-        """The rows of a request (None: of all requests), or only one completion of it."""
+        """The rows of a request (None: of all requests), or of just one of its completions."""
         # After Ctrl-C in `take_outputs`, a request whose end is not reported may be in the new outputs only.
         if request_id is None:
             return list(itertools.chain.from_iterable((self._new_outputs | self.requests).values()))

@@ -88,7 +88,7 @@ class Engine:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether to call `step` again: a request from `add_request` has not been reported as finished."""
+        """Whether to call `step` again: whether any request from `add_request` has yet to be reported as finished."""
         return self._books.has_some_for_step
 
     @property
@@ -157,9 +157,9 @@ class Engine:
     ) -> Iterator[RequestOutput]:
         """Like `generate`, but yields a request whenever it has new tokens. Request ids follow the order of prompts.
 
-        Leaving the loop early aborts the unfinished requests. The loop may call `step` and `generate`; new tokens of
-        this call's requests then come with its next outputs. Errors are those of `generate`, raised when the first
-        output is requested.
+        Leaving the loop early aborts the unfinished requests. The loop may call `step` and `generate`. Tokens that
+        those calls produce for this stream's requests come with the stream's next outputs. Errors are those of
+        `generate`, raised when the first output is requested.
         """
         with self._serving(prompts, params) as request_ids:
             while not self._books.requests.keys().isdisjoint(request_ids):
@@ -294,14 +294,15 @@ class Engine:
         self._runner.update_weights(weights, adapters)
 
     def sleep(self) -> None:
-        """Frees the memory of the caches' keys and values, for instance for a learner. Does nothing if asleep already.
+        """Frees the memory that holds the caches' keys and values, for instance so that a training step can use it.
+        Does nothing if asleep already.
 
         The prefix cache is emptied, in host memory too. Until `wake_up`, `add_request` only queues requests, and
         weights may change; the engine keeps its references to the weights. Scales of quantised caches stay allocated.
 
         Raises:
-            RuntimeError: there are unfinished requests: finish or abort them first; or a slice failed, as in `step`:
-                after this report, call `sleep` again.
+            RuntimeError: there are unfinished requests (finish or abort them first), or a slice failed, as in `step`.
+                Once that failure has been raised, call `sleep` again.
         """
         self._runner.sleep()
 

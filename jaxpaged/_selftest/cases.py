@@ -122,8 +122,8 @@ def _blocks(rng: np.random.Generator, lengths: tuple[int, ...], block_size: int)
 
 
 def worst_error(case: Case, attend: Callable[..., tuple[jax.Array, jax.Array]]) -> float:
-    """The worst error of the lse, or of a row of out relative to its largest number; NaN or infinity if a result is not
-    finite. `attend` has the arguments of `paged_attention` and returns out and lse."""
+    """The larger of two errors: of `lse`, and of any row of `out` relative to the largest number in that row. NaN or
+    infinity if a result is not finite. `attend` has the arguments of `paged_attention` and returns out and lse."""
     out, lse = jax.jit(lambda arrays, options: attend(*arrays, **options, **case.how, value_dim=case.value_dim))(
         case.arrays, case.options
     )

@@ -23,7 +23,8 @@ MAY_BE_NONE = {name for name, least in LEAST.items() if least}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """The sizes and features of an `Engine`. `Engine.stats()` returns the sizes that it chose for those left at None.
+    """The sizes and features of an `Engine`. For sizes left at None, `Engine.stats()` returns the ones that the engine
+    chose.
 
     Attributes:
         vocab_size: the width of the logits, and the upper bound of token ids. None: neither is checked.
@@ -31,7 +32,8 @@ class EngineOptions:
         max_model_len: the most tokens of a request, prompt and new ones together.
         chunk_tokens: the most prompt tokens that a step computes, in addition to one token of each running request. A
             larger number makes long prompts faster, and steps with prompts slower.
-        widths: the rows of narrower steps, for times when few requests need a token. Each width is compiled. (): none.
+        widths: the row counts of additional, narrower steps, used when few requests need a token. Each width is
+            compiled separately. (): no narrower steps.
         max_requests: the most requests on the device, running or waiting; the others wait on the host. None: four times
             `max_num_seqs`.
         steps_per_slice: the steps between two reports to the host. New requests and aborts wait for the end of a slice.

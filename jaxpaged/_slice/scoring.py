@@ -141,8 +141,9 @@ def score_and_sample(
 ) -> tuple[Drawn, Scores]:
     """The next token of each seat, `[seats]`, and the scores of the step's rows.
 
-    A scored next token is not sampled but given. A kind that draws at all rows returns `[seats, drafts + 1]`: the
-    tokens after a seat's last known token and after each of its drafts.
+    Where the next token is one to score, it is the given one, and nothing is sampled. A kind of step that draws at
+    every row returns `[seats, drafts + 1]` instead: the tokens after a seat's last known token and after each of its
+    drafts.
     """
     rows = Rows.create(step, kind, scheduler, spans)
     how: Any = dict(wants_logprobs=wants_logprobs, num_top_logprobs=options.max_logprobs)

@@ -79,7 +79,8 @@ class Shapes:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Numbers of a token in each ring: one ring for a latent, otherwise one for keys and one for values."""
+        """How many numbers each ring holds per token: one ring for a latent, otherwise one for keys and one for
+        values."""
         return (self.head_dim,) if self.is_latent else (self.head_dim, self.value_dim)
 
     @property

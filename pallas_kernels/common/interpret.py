@@ -1,4 +1,5 @@
-"""Interpret mode: kernels on a CPU. A function that needs a GPU names a replacement for interpret mode."""
+"""Interpret mode: kernels on a CPU. A function that needs a GPU names another function to run in its place in interpret
+mode."""
 
 import contextlib
 import contextvars

@@ -93,8 +93,10 @@ class CpAsync:
 
 
 class Tma(CpAsync):
-    """Copies K and V by the copy engine. Q, which may have any number of rows, and per-token scales are copied as in
-    CpAsync."""
+    """Copies K and V with the Tensor Memory Accelerator (TMA).
+
+    Q, which may have any number of rows, and per-token scales are copied as in CpAsync.
+    """
 
     @property
     def columns(self) -> Any:

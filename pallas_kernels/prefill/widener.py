@@ -1,13 +1,13 @@
 """The widening warpgroup: reads the fetched 8-bit tiles of K and V and writes float16 tiles for the products.
 
-Hopper's products read keys and values from SMEM only, in numbers as wide as Q's. One warpgroup widens for the two that
-compute. Its budget on an H100, for 64 tokens of head_dim 128: the products of a tile with 128 rows need at least
-some 1700 clocks. For K and V, 2 x 8192 numbers, a thread makes 16 loads of 8 numbers, 64 conversions to two numbers
-each, and 16 stores. With four warps that is about 500 instructions, 130 clocks of each scheduler. Reading 16 KB and
-writing 32 KB needs 400 clocks of SMEM's bandwidth; the products need 800 and the copies 130. A conversion to float16 is
-one instruction for two numbers; bfloat16 would need four, through float32. Measured times relative to a bfloat16 cache:
-1.10; 1.04 with a warpgroup that only forwards the barriers; 1.37 with a conversion of five instructions.
-[prefill_widen_h100 of benchmarks/results/decisions/]
+Hopper's matrix instructions read keys and values only from SMEM, and only in numbers as wide as Q's. One warpgroup
+widens K and V for the two warpgroups that compute. Its budget on an H100, for 64 tokens of head_dim 128: the products
+of a tile with 128 rows need at least some 1700 clocks. For K and V, 2 x 8192 numbers, a thread makes 16 loads of 8
+numbers, 64 conversions to two numbers each, and 16 stores. With four warps that is about 500 instructions, 130 clocks
+of each scheduler. Reading 16 KB and writing 32 KB needs 400 clocks of SMEM's bandwidth; the products need 800 and the
+copies 130. A conversion to float16 is one instruction for two numbers; bfloat16 would need four, through float32.
+Measured times relative to a bfloat16 cache: 1.10; 1.04 with a warpgroup that only forwards the barriers; 1.37 with a
+conversion of five instructions. [prefill_widen_h100 of benchmarks/results/decisions/]
 
 So the products are in float16: `pallas_kernels.common.widen` explains the effect on Q.
 

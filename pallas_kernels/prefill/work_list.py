@@ -75,7 +75,7 @@ def _longest_first(num_tiles: jax.Array, owner: jax.Array, exists: jax.Array) ->
 def _by_sequence(
     lengths: jax.Array, order: jax.Array, owner: jax.Array, ends: jax.Array, exists: jax.Array
 ) -> jax.Array:
-    """The order that rereads keys and values soon: sequence by sequence, the longest sequence first.
+    """Orders the entries so that keys and values are read again soon: sequence by sequence, the longest sequence first.
 
     Sequences alternate between longest entry first and longest entry last, so that programs get equal shares. The last
     sequence starts with its longest, so that its short entries fill the gaps at the end.

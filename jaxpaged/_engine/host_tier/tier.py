@@ -65,9 +65,9 @@ class HostTier:
     moved.
 
     Back: before a request is sent, the blocks that its prompt begins with are copied back to the device. They are free
-    blocks in the pool until the request starts. A request with such blocks is therefore sent only once the report shows
-    room for it in addition to all others, and later requests wait. A prompt longer than the staging memory comes back
-    in parts, one per slice.
+    blocks in the pool until the request starts. A request with such blocks is therefore not sent until the report shows
+    room for it on top of all other requests; until then, later requests wait behind it. A prompt longer than the
+    staging memory comes back in parts, one per slice.
 
     The programs find the blocks of a prompt by its tokens, in the device's prefix cache, and return their ids. With
     these, and the serial numbers in each report, the tier knows which of its blocks the device still has.

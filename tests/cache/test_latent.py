@@ -76,7 +76,7 @@ def test_rotation_begins_after_the_values():
     assert (turned[..., 8:] == expected).all()
     assert (cache.k[..., 8:] == plain.k).all()
     assert (cache.k[1:3].reshape(4, 1, 12)[..., :8] == k[..., :8]).all()
-    with pytest.raises(ValueError, match="got 3 for head_dim=4"):
+    with pytest.raises(ValueError, match="pair of the 4 dimensions; got 3"):
         rotate_and_write_kv(cache, q, k, None, jnp.arange(2, 6), positions, (1.0, 1.0, 1.0))
 
 

@@ -22,6 +22,7 @@ from flax import nnx
 
 import jaxpaged
 import jaxpaged.nnx
+from lib.caches import create_caches
 from lib.extras import imports
 
 with imports(__doc__):
@@ -117,16 +118,14 @@ class EngineGenerator:
         self._slices: dict[int, tuple[jax.Array, list[jax.Array]]] = {}  # by the id of the stack, which it keeps alive
         weights = self._weights(model)
         self._arrays = jax.tree.leaves(nnx.state(model))
-        assert options.max_num_seqs is not None
-        caches = tuple(
-            jaxpaged.KVCache.create(
-                num_blocks=1 + options.max_num_seqs * -(-max_model_len // block_size),
-                block_size=block_size,
-                num_kv_heads=config.num_key_value_heads,
-                head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-                dtype=model.model.embed_tokens.embedding[...].dtype,
-            )
-            for _ in range(config.num_hidden_layers)
+        caches = create_caches(
+            options,
+            max_model_len,
+            num_layers=config.num_hidden_layers,
+            block_size=block_size,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            dtype=model.model.embed_tokens.embedding[...].dtype,
         )
         options = dataclasses.replace(
             options,
@@ -234,17 +233,19 @@ def engine_generate(max_model_len: int, **options: Any) -> Callable[..., Generat
     return generate
 
 
-def small_model(max_lora_adapters: int = 0) -> Qwen3ForCausalLM:
-    config = Qwen3Config(
-        num_hidden_layers=2,
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-    )
-    config = ModelConfig(config, max_lora_adapters=max_lora_adapters, max_lora_rank=4, shard_attention_heads=True)
+SIZES: dict[str, Any] = dict(
+    num_hidden_layers=2,
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+)
+
+
+def small_model() -> Qwen3ForCausalLM:
+    config = ModelConfig(Qwen3Config(**SIZES), max_lora_adapters=0, max_lora_rank=1, shard_attention_heads=True)
     return Qwen3ForCausalLM(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 
 import jaxpaged
+from lib.caches import create_caches
 from lib.extras import imports
 
 with imports(__doc__):
@@ -60,16 +61,14 @@ class EngineSampler(BaseSampler):
         apply, weights, head = paged(transformer)
         self._arrays = jax.tree.leaves(weights)  # the engine's arrays
         config = transformer.config
-        assert options.max_num_seqs is not None
-        caches = tuple(
-            jaxpaged.KVCache.create(
-                num_blocks=1 + options.max_num_seqs * -(-max_model_len // block_size),
-                block_size=block_size,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                dtype=self._arrays[0].dtype,
-            )
-            for _ in range(config.num_layers)
+        caches = create_caches(
+            options,
+            max_model_len,
+            num_layers=config.num_layers,
+            block_size=block_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=self._arrays[0].dtype,
         )
         options = dataclasses.replace(options, vocab_size=config.vocab_size, max_model_len=max_model_len)
         self.engine = jaxpaged.Engine(apply, weights, caches, head=head, options=options)

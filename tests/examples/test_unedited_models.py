@@ -128,17 +128,6 @@ def test_sampler_on_an_engine_gives_the_greedy_tokens_of_tunix():
         ours(*arguments, beam_size=2)
 
 
-SIZES = dict(
-    num_hidden_layers=2,
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=64,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-)
-
-
 @pytest.fixture
 def skyrl_tx():
     """The example, in tx's mesh."""
@@ -154,6 +143,8 @@ def tx_model(family, num_adapters):
     from flax import nnx
     from skyrl.tx.models import llama3, qwen3
     from skyrl.tx.models.configs import ModelConfig
+
+    from skyrl_tx import SIZES
 
     config_type, model_type, sizes = {
         "qwen3": (transformers.Qwen3Config, qwen3.Qwen3ForCausalLM, {}),
@@ -253,6 +244,7 @@ def test_a_generator_on_an_engine_draws_and_refuses_like_skyrl_tx(skyrl_tx):
         ),
         "one for each prompt": lambda: generate(greedy, prompts=[[3], [1]]),
         "got Linear": lambda: skyrl_tx.EngineGenerator(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), 32),
+        "set max_num_seqs": lambda: skyrl_tx.EngineGenerator(model, 32, options=jaxpaged.EngineOptions()),
     }.items():
         with pytest.raises(ValueError, match=match):
             call()
@@ -266,7 +258,7 @@ def test_skyrl_txs_backend_trains_and_samples_on_an_engine(skyrl_tx, tmp_path, m
 
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
-    config = transformers.Qwen3Config(**SIZES, dtype="float32", tie_word_embeddings=True)
+    config = transformers.Qwen3Config(**skyrl_tx.SIZES, dtype="float32", tie_word_embeddings=True)
     transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path)
     options = dict(max_lora_adapters=2, max_lora_rank=4, sample_max_num_sequences=4)
     backend = backend.JaxBackendImpl(str(tmp_path), backend.JaxBackendConfig(**options), process_id=0)

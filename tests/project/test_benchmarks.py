@@ -28,6 +28,7 @@ TOYS = {
     "engine.sampling": "--toy --seconds 0.01",
     "engine.server": "--model toy --clients 3 --requests 7",
     "engine.several_gpus": "--toy --parts attention context engines",
+    "engine.start": "--model toy",
     "engine.throughput": "--model toy --requests 9 3",
     "kernels.cache_ops": "--toy",
     "kernels.decode": f"--implementation xla --points '2/1 2x64' '{LATENT}'",
@@ -37,6 +38,7 @@ TOYS = {
 FIGURES = {"figures.allocator": "h100/allocator.json"}
 # They need a GPU, vLLM or minutes, write into docs/, or have their own test.
 OTHERS = (
+    "engine.medians",
     "engine.vllm_peer",
     "figures.bars",
     "figures.memory",
@@ -69,6 +71,20 @@ def test_a_program_runs(program, run, tmp_path, monkeypatch):
     output = tmp_path / "points.json"
     run(program, *shlex.split(TOYS[program]), "--output", output)
     assert json.loads(output.read_text())["points"]
+
+
+def test_the_median_run_stays(run, tmp_path):
+    rates, files = (3.0, 9.0, 5.0), [tmp_path / f"{i}.json" for i in range(3)]
+    for rate, path in zip(rates, files, strict=True):
+        points = {"engine 2": {"tokens_per_s": rate, "seconds": 1 / rate}, "steps": {"seats": 8}}
+        path.write_text(json.dumps({"device": "H100", "commit": "abc", "points": points}))
+    run("engine.medians", *files, "--output", tmp_path / "median.json")
+    points = json.loads((tmp_path / "median.json").read_text())["points"]
+    assert points == {"engine 2": {"tokens_per_s": 5.0, "seconds": 1 / 5.0, "runs": list(rates)}, "steps": {"seats": 8}}
+
+    files[1].write_text(json.dumps({"device": "H200", "commit": "abc", "points": points}))
+    with pytest.raises(SystemExit, match="in device"):
+        run("engine.medians", *files, "--output", tmp_path / "median.json")
 
 
 @pytest.mark.slow

@@ -38,8 +38,27 @@ TOY = dataclasses.replace(  # for a CPU
     head_dim=32,
     rotary_frequencies=rotary_frequencies(32),
 )
+
+
+def qwen_3(features: int, hidden_features: int, num_layers: int, num_heads: int) -> LlamaConfig:
+    """The shape of a dense Qwen3 model, without its norms of q and k."""
+    return dataclasses.replace(
+        LLAMA_3_8B,
+        vocab_size=151_936,
+        features=features,
+        hidden_features=hidden_features,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        rotary_frequencies=rotary_frequencies(128, 1_000_000.0),
+        tie_embeddings=True,
+    )
+
+
 CONFIGS = {
     "8b": LLAMA_3_8B,
+    "0.6b": qwen_3(1024, 3072, 28, 16),
+    "1.7b": qwen_3(2048, 6144, 28, 16),
+    "4b": qwen_3(2560, 9728, 36, 32),
     "1b": dataclasses.replace(
         LLAMA_3_8B,
         num_layers=16,

@@ -32,7 +32,7 @@ WEIGHT_ROWS_ON_CPU, SINGLE_ROW_ON_CPU = 26, 16  # [cpu/text_drafts.json]
 # 80 ms at 10 GB/s, where the overhead of a slice is not hidden.
 SLICE_BYTES, SLICE_BYTES_ON_CPU, MOST_STEPS = 12 * 10**9, 8 * 10**8, 16
 COMPILER_OPTIONS = {
-    "xla_gpu_enable_triton_gemm": "False",  # products by cuBLAS [slices_h100]
+    "xla_gpu_enable_triton_gemm": "False",  # products by cuBLAS [slices_h100, products_h200]
     # By default XLA merges products of the same rows (q, k and v), and copies their weights together in each step.
     "xla_gpu_dot_merger_threshold_mb": "0",  # [joined_h100]
 }

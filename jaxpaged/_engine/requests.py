@@ -179,7 +179,7 @@ def make_output(request_id: int, rows: Sequence[CompletionState]) -> RequestOutp
             row.finish_reason,
             list(row.weight_versions),
             list(row.top_logprobs) if row.params.top_logprobs else None,
-            jax.tree.map(np.copy, row.aux),
+            None if row.aux is None else jax.tree.map(np.copy, row.aux),
         )
         for row in rows
     ]
@@ -250,10 +250,11 @@ def new_tokens(report: Report) -> Iterator[tuple[int, list[int], list[float], To
     places, tokens, logprobs = places[is_new], np.asarray(outbox.tokens)[is_new], np.asarray(report.logprobs)[is_new]
     order = np.argsort(places, kind="stable")  # keeps the order of a request's tokens
     places, tokens, logprobs = places[order], tokens[order].tolist(), logprobs[order].tolist()
-    top_logprobs, aux = jax.tree.map(lambda x: np.asarray(x)[is_new][order], (report.top_logprobs, report.aux))
+    leaves, tree = jax.tree.flatten((report.top_logprobs, report.aux))
+    leaves = [np.asarray(leaf)[is_new][order] for leaf in leaves]
     starts = np.flatnonzero(np.diff(places, prepend=-1)).tolist()
     for start, end in itertools.pairwise([*starts, len(tokens)]):
-        of_place = jax.tree.map(operator.itemgetter(slice(start, end)), (top_logprobs, aux))
+        of_place = jax.tree.unflatten(tree, [leaf[start:end] for leaf in leaves])
         yield int(places[start]), tokens[start:end], logprobs[start:end], *of_place
 
 

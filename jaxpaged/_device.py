@@ -56,8 +56,12 @@ def kind() -> str:
 
 
 def memory() -> tuple[int, int] | None:
-    """Bytes in use on the default device, and the bytes that JAX may use; None if unknown."""
-    stats = device().memory_stats() or {}
+    """Bytes in use on the default device, and the bytes that JAX may use; None if unknown.
+
+    Inside `jax.default_device(...)` the default device is that device.
+    """
+    chosen = jax.config.jax_default_device
+    stats = (chosen if isinstance(chosen, jax.Device) else device()).memory_stats() or {}
     return (stats["bytes_in_use"], stats["bytes_limit"]) if "bytes_limit" in stats else None
 
 

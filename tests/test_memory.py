@@ -28,6 +28,17 @@ def test_a_cpu_has_no_limit():
     assert _device.memory() is None
 
 
+def test_the_memory_of_the_chosen_device_counts(monkeypatch):
+    full, free = jax.local_devices()[:2]
+    stats = {full: dict(bytes_in_use=10**6, bytes_limit=10**6), free: dict(bytes_in_use=0, bytes_limit=10**6)}
+    monkeypatch.setattr(type(full), "memory_stats", lambda device: stats[device])
+    monkeypatch.setattr(_memory, "MOST_WAIT_SECONDS", 0.0)
+    with pytest.raises(MemoryError, match="a cache of 8 blocks"):
+        KVCache.create(**SIZES)
+    with jax.default_device(free):
+        assert KVCache.create(**SIZES).k.devices() == {free}
+
+
 @pytest.mark.parametrize(
     ("sizes", "num_bytes"), [(SIZES, 65_536), (SIZES | dict(dtype="int8"), 32_768), (LATENT, 16_384)]
 )

@@ -4,8 +4,9 @@
     curl localhost:8000/v1/chat/completions -H "Content-Type: application/json" -d '
         {"messages": [{"role": "user", "content": "What is a page table?"}]}'
 
-The part to copy is `lib/engine_thread.py`, which runs the engine in its own thread. The HTTP server around it is in
-`lib/app.py`, `lib/completions.py` and `lib/http_server.py`. `docs/serving.md` explains them.
+The parts to copy are `lib/engine_thread.py`, which runs an engine in its own thread, and `lib/engines.py`, which limits
+and routes its requests. The HTTP server around them is in `lib/app.py`, `lib/completions.py` and `lib/http_server.py`.
+`docs/serving.md` explains them.
 """
 
 import argparse
@@ -18,10 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxpaged import CacheCapacity, EngineOptions, cache_capacity, layer_groups
-from lib.adapters import adapt, read_adapter, replace_adapter
-from lib.checkpoint import default_path, load_model, read_checkpoint
+from lib.adapters import adapt, read_adapter
+from lib.checkpoint import Checkpoint, default_path, load_model, read_checkpoint
 from lib.command_line import (
     RequestError,
+    add_data_parallel,
     add_generation_config,
     add_tensor_parallel,
     checkpoint_arguments,
@@ -32,10 +34,12 @@ from lib.command_line import (
     run,
     say,
 )
-from lib.engine_llama import create_engine, layer_windows
-from lib.engine_thread import EngineThread
+from lib.engine_llama import layer_windows
+from lib.engines import Engines
+from lib.llama import Llama
 from lib.llama_config import LlamaConfig
-from lib.tensor_parallel import spread
+from lib.replicas import create_engines, load_replicas, replace_adapters
+from lib.router import Router
 
 if TYPE_CHECKING:  # from the extra "serve"; imported where it is used, so that --help works without it
     from lib.service import Service
@@ -44,7 +48,7 @@ API_KEY = "JAXPAGED_API_KEY"  # the environment variable
 LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that only this machine reaches
 # Options with a positive number: the default and the help text.
 NUMBERS: dict[str, tuple[int | None, str]] = {
-    "--max-num-seqs": (16, "completions that run at once"),
+    "--max-num-seqs": (16, "completions that run at once on an engine"),
     "--max-model-len": (2048, "most tokens of a request, prompt and answer; at most the model's context"),
     "--chunk-tokens": (64, "most prompt tokens in a step; 256 to 512 suits a large model on a GPU"),
     "--steps-per-slice": (None, "steps between two pieces of a stream; default: the engine's own"),
@@ -75,8 +79,8 @@ FLAGS = {
     "--enable-tokenizer-info-endpoint": "answer /tokenizer_info, for clients that count tokens, such as lm-eval",
 }
 # Options of --help; --help-all shows the others too.
-USUAL = """--host --port --api-key --served-model-name --adapter --tensor-parallel --dtype --cache-mb --max-num-seqs
-    --max-model-len --chunk-tokens --num-speculative-tokens --prefix-cache"""
+USUAL = """--host --port --api-key --served-model-name --adapter --data-parallel --tensor-parallel --dtype --cache-mb
+    --max-num-seqs --max-model-len --chunk-tokens --num-speculative-tokens --prefix-cache"""
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -108,15 +112,16 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         metavar="NAME=FOLDER",
         help="an adapter (LoRA) in PEFT's form, which requests name as their model; may be given several times",
     )
+    add_data_parallel(parser)
     add_tensor_parallel(parser)
     add_generation_config(parser)
     pool = parser.add_mutually_exclusive_group()
     pool.add_argument(
         "--num-blocks",
         type=positive,
-        help="blocks in the pool; default: what --max-num-seqs completions need at --max-model-len",
+        help="blocks in an engine's pool; default: what --max-num-seqs completions need at --max-model-len",
     )
-    pool.add_argument("--cache-mb", type=positive, metavar="N", help="memory of the pool, all layers, in 10^6 bytes")
+    pool.add_argument("--cache-mb", type=positive, metavar="N", help="memory of an engine's pool, in 10^6 bytes")
     for name, (default, meaning) in NUMBERS.items():
         meaning += "; default: %(default)s" if default else ""
         parser.add_argument(name, type=positive, default=default, metavar="N", help=meaning)
@@ -192,8 +197,18 @@ def check_arguments(args: argparse.Namespace, config: LlamaConfig, served_names:
         raise RequestError("--host-cache-mb is not for models with windows; leave it out.")
 
 
+def load_adapted(checkpoint: Checkpoint, args: argparse.Namespace) -> Llama:
+    """The model with its adapters. Raises `CheckpointError`."""
+    model = load_model(checkpoint, args.dtype)
+    if args.adapter or args.runtime_adapters:
+        factors = [read_adapter(folder) for _, folder in args.adapter]
+        most_rank = args.runtime_adapters and args.max_adapter_rank
+        adapt(model, checkpoint.config, factors, args.dtype, num_empty=args.runtime_adapters, most_rank=most_rank)
+    return model
+
+
 def create_service(args: argparse.Namespace) -> "Service":
-    """Loads the model and compiles the engine. Raises `CheckpointError` and `RequestError`."""
+    """Loads the model and compiles the engines. Raises `CheckpointError` and `RequestError`."""
     from lib.adapter_slots import AdapterSlots
     from lib.openai_forms import MOST_STOP_IDS
     from lib.service import Service
@@ -204,13 +219,12 @@ def create_service(args: argparse.Namespace) -> "Service":
     check_arguments(args, checkpoint.config, served_names)
     num_blocks = args.num_blocks if args.cache_mb is None else find_capacity(checkpoint.config, args).num_blocks
     max_model_len = find_max_model_len(checkpoint.config, args, num_blocks)
-    load = functools.partial(load_model, checkpoint, args.dtype)
-    model, config, mesh = spread(load, checkpoint.config, args.tensor_parallel)
-    num_adapters = len(args.adapter) + args.runtime_adapters
-    if num_adapters:
-        factors = [read_adapter(folder) for _, folder in args.adapter]
-        most_rank = args.runtime_adapters and args.max_adapter_rank
-        adapt(model, config, factors, args.dtype, num_empty=args.runtime_adapters, most_rank=most_rank)
+    replicas = load_replicas(
+        functools.partial(load_adapted, checkpoint, args),
+        checkpoint.config,
+        data_parallel=args.data_parallel,
+        tensor_parallel=args.tensor_parallel,
+    )
     options = EngineOptions(
         max_num_seqs=args.max_num_seqs,
         max_model_len=max_model_len,
@@ -218,24 +232,26 @@ def create_service(args: argparse.Namespace) -> "Service":
         steps_per_slice=args.steps_per_slice,
         prefix_cache=args.prefix_cache,
         host_cache_bytes=args.host_cache_mb and args.host_cache_mb * 10**6,
-        num_adapters=num_adapters,
+        num_adapters=len(args.adapter) + args.runtime_adapters,
         num_speculative_tokens=args.num_speculative_tokens,
         max_logprobs=args.max_logprobs,
         num_stop_ids=len(checkpoint.tokenizer.eos_ids) + MOST_STOP_IDS,
         seed=secrets.randbits(32),
     )
     with matmul_precision(args):
-        engine = create_engine(
-            model, config, options, mesh=mesh, block_size=args.block_size, num_blocks=num_blocks, dtype=args.dtype
-        )
+        engines = create_engines(replicas, options, block_size=args.block_size, num_blocks=num_blocks, dtype=args.dtype)
     return Service(
-        EngineThread(engine, most_completions=args.max_num_seqs + args.max_queue),
+        Engines(
+            engines,
+            most_completions=args.data_parallel * args.max_num_seqs + args.max_queue,
+            router=Router(args.block_size, has_affinity=args.prefix_cache),
+        ),
         checkpoint,
         served_names=tuple(served_names),
         adapters=AdapterSlots(
             [name for name, _ in args.adapter],
             num_empty=args.runtime_adapters,
-            write=functools.partial(replace_adapter, model) if args.runtime_adapters else None,
+            write=functools.partial(replace_adapters, replicas) if args.runtime_adapters else None,
         ),
         max_model_len=max_model_len,
         max_logprobs=args.max_logprobs,
@@ -267,8 +283,8 @@ def main(arguments: list[str] | None = None) -> int:
             say(f"Serving {service.served_names[0]} at http://{host}:{listener.getsockname()[1]}")
 
         Server(service, drain_seconds=args.drain_seconds, on_start=on_start).run([listener])
-    if service.engine.failure is not None:
-        say(f"The engine failed: {service.engine.failure}")
+    if service.engines.failure is not None:
+        say(f"The engine failed: {service.engines.failure}")
         return 1
     return 0
 

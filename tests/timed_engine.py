@@ -42,7 +42,7 @@ class TimedEngine:
         self._rows.append(Row(self._next_id, params.max_tokens))
         return self._next_id
 
-    def abort(self, request_id: int) -> bool:
+    def abort(self, request_id: int, completion: int | None = None) -> bool:
         rows = [row for row in self._rows if row.request_id == request_id]
         for row in rows:
             row.is_aborted = True

@@ -38,7 +38,7 @@ from benchmarks.engine.workload import SIZES, Request, create_engine, workload
 from benchmarks.harness import add_output, open_store
 from jaxpaged import SamplingParams
 from lib.checkpoint import Checkpoint
-from lib.engine_thread import EngineThread
+from lib.engines import Engines
 from lib.tokenizer import Tokenizer
 
 
@@ -62,8 +62,8 @@ def serving(engine: Any, tokenizer: Tokenizer, vocab_size: int, options: argpars
     from lib.service import Service
 
     checkpoint = Checkpoint(SimpleNamespace(vocab_size=vocab_size), tokenizer, {})  # type: ignore[arg-type]
-    thread_of_engine = EngineThread(engine, most_completions=2 * options.clients)
-    service = Service(thread_of_engine, checkpoint, ("model",), max_model_len=2 * SIZES[options.model].longest)
+    engines = Engines([engine], most_completions=2 * options.clients)
+    service = Service(engines, checkpoint, ("model",), max_model_len=2 * SIZES[options.model].longest)
     started = threading.Event()
     server = Server(service, drain_seconds=30, on_start=started.set)
 
@@ -83,7 +83,7 @@ def serving(engine: Any, tokenizer: Tokenizer, vocab_size: int, options: argpars
         finally:
             server.handle_exit(signal.SIGTERM, None)
             thread.join()
-    require(thread_of_engine.failure is None, f"the engine failed: {thread_of_engine.failure}")
+    require(engines.failure is None, f"the engine failed: {engines.failure}")
 
 
 def run_alone(engine: Any, work: Sequence[Request], at_once: int) -> int:

@@ -21,7 +21,8 @@ from lib import model_routes
 from lib.api_error import ApiError
 from lib.completions import complete
 from lib.engine_metrics import report_work
-from lib.engine_thread import DrainingError, EngineFailedError, QueueFullError
+from lib.engine_thread import EngineFailedError
+from lib.engines import DrainingError, QueueFullError
 from lib.fields import FieldError, MissingFieldError
 from lib.middleware import REQUEST_ID_HEADER
 from lib.service import RETRY_SECONDS, Service
@@ -68,8 +69,8 @@ def create_app(service: Service) -> Starlette:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with service.engine.running():
-            reporting = asyncio.ensure_future(report_work(service.engine))
+        async with service.engines.running():
+            reporting = asyncio.ensure_future(report_work(service.engines))
             try:
                 yield
             finally:
@@ -87,8 +88,10 @@ async def version(service: Service, request: Request) -> Response:
 
 
 async def health(service: Service, request: Request) -> Response:
-    is_draining = service.engine.is_draining
-    return JSONResponse({"status": "draining" if is_draining else "ok"}, 503 if is_draining else 200)
+    engines = service.engines
+    if engines.is_draining:
+        return JSONResponse({"status": "draining"}, 503)
+    return JSONResponse({"status": "ok" if engines.failure is None else "degraded"})
 
 
 async def metrics(service: Service, request: Request) -> Response:

@@ -229,6 +229,16 @@ def add_tensor_parallel(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_data_parallel(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--data-parallel",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="engines, each with a whole model on its own devices; default: %(default)s",
+    )
+
+
 def positive(text: str) -> int:
     number = int(text)
     if number < 1:

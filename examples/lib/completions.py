@@ -1,4 +1,4 @@
-"""The routes that generate text. Each reads a request, sends it to the engine's thread, and answers it at once or as a
+"""The routes that generate text. Each reads a request, sends it to the engines, and answers it at once or as a
 stream."""
 
 import asyncio
@@ -28,18 +28,18 @@ COMMENT = "jaxpaged.comment"  # in the scope of a stream: bytes between its chun
 async def complete(service: Service, request: Request, *, is_chat: bool) -> Response:
     begin = time.perf_counter()
     ask = Ask(await service.read_fields(request), service, is_chat=is_chat)
-    num_completions, most = max(1, len(ask.prompts)) * ask.params.n, service.engine.most_completions
+    num_completions, most = max(1, len(ask.prompts)) * ask.params.n, service.engines.most_completions
     if num_completions > most:
         raise ApiError(400, f"A request has at most {most} completions here; got {num_completions}.", param="n")
     with contextlib.ExitStack() as ending:
         ending.enter_context(service.adapters.using(ask.params.adapter))
-        generation = service.engine.open(num_completions)
-        ending.callback(service.engine.close, generation)
+        generation = service.engines.open(num_completions)
+        ending.callback(service.engines.close, generation)
         prompts = await unless_gone(request, asyncio.to_thread(encode, service, ask))
         eos_ids = () if ask.ignores_eos else service.checkpoint.tokenizer.eos_ids
         params = dataclasses.replace(ask.params, stop_token_ids=tuple({*eos_ids, *ask.params.stop_token_ids}))
         requests = [(p, dataclasses.replace(params, max_tokens=num_new(service, ask, p))) for p in prompts]
-        service.engine.start(generation, requests)
+        service.engines.start(generation, requests)
         pieces = Pieces(service, ask, generation, begin)
         request.scope[DETAILS] = pieces.describe
         answer = Answer(pieces, request.scope[REQUEST_ID])

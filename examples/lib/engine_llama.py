@@ -1,5 +1,6 @@
 """Creates a `jaxpaged.Engine` for the model of llama.py."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -30,11 +31,13 @@ def create_engine(
     dtype: str,
     num_blocks: int | None = None,
     mesh: Mesh | None = None,
+    device: jax.Device | None = None,
 ) -> jaxpaged.Engine:
     """Creates an engine for the model. Its weights are `nnx.state(model)`.
 
     With `num_blocks=None` the pool has room for `max_num_seqs` requests of `max_model_len` tokens, which `options` must
-    then set. `mesh` is the mesh of a model that tensor_parallel.py has sharded.
+    then set. `mesh` is the mesh of a model that tensor_parallel.py has sharded. `device` is the model's device, or the
+    first of its mesh, if that is not JAX's default device.
     """
     graph, weights = nnx.split(model)
     groups = jaxpaged.layer_groups(layer_windows(config))
@@ -72,8 +75,11 @@ def create_engine(
     )
     if mesh is not None:
         create = functools.partial(create_on, mesh, create)
-    caches = tuple(create() for _ in range(groups.num_caches))
     options = dataclasses.replace(
         options, vocab_size=config.vocab_size, windows=groups.windows, chunk_tokens=chunk_tokens
     )
-    return jaxpaged.Engine(apply, weights, caches, head=head, options=options)
+    with contextlib.nullcontext() if device is None else jax.default_device(device):
+        caches = tuple(create() for _ in range(groups.num_caches))
+        if device is not None and mesh is None:
+            caches = jax.device_put(caches, device)  # copies nothing: commits them to their device
+        return jaxpaged.Engine(apply, weights, caches, head=head, options=options)

@@ -1,4 +1,4 @@
-"""Counters of an engine and latencies of completions, in Prometheus' text format."""
+"""Counters of the engines and latencies of completions, in Prometheus' text format."""
 
 import asyncio
 import time
@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from lib.command_line import say
-from lib.engine_thread import EngineThread
+from lib.engines import Engines
 
 REPORT_SECONDS = 10
 # Names and buckets are vLLM's, so that its dashboards work.
@@ -32,8 +32,8 @@ prometheus_client.disable_created_metrics()  # one more series per histogram
 class Metrics(Collector):
     """Counters with their current values, and histograms that `CompletionTimes` fills."""
 
-    def __init__(self, engine: EngineThread, model: str):
-        self._engine, self._registry = engine, prometheus_client.CollectorRegistry()
+    def __init__(self, engines: Engines, model: str):
+        self._engines, self._registry = engines, prometheus_client.CollectorRegistry()
         self._registry.register(self)
         times = {
             "time_to_first_token_seconds": ("From a request to its first token.", FIRST_TOKEN_BUCKETS),
@@ -52,11 +52,11 @@ class Metrics(Collector):
         return prometheus_client.generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        engine, stats = self._engine, self._engine.stats
+        engines, stats = self._engines, self._engines.stats
         gauges = {
             "running_requests": ("Completions that run.", stats.num_running),
-            "waiting_requests": ("Completions that wait for others to end.", num_waiting(engine)),
-            "most_requests": ("Completions that may run or wait.", engine.most_completions),
+            "waiting_requests": ("Completions that wait for others to end.", num_waiting(engines)),
+            "most_requests": ("Completions that may run or wait.", engines.most_completions),
             "free_blocks": ("Blocks of the cache that are free.", stats.num_free_blocks),
             "blocks": ("Blocks of the cache, without the null block.", stats.num_blocks),
         }
@@ -69,7 +69,7 @@ class Metrics(Collector):
             "recomputed_tokens": ("Tokens given up by preemption.", stats.num_recomputed),
             "preemptions": ("Preemptions.", stats.num_preempted),
             "steps": ("Steps of the model.", stats.num_steps),
-            "refused_requests": ("Requests refused because too many were under way.", engine.num_refused),
+            "refused_requests": ("Requests refused because too many were under way.", engines.num_refused),
         }
         for name, (meaning, value) in gauges.items():
             yield GaugeMetricFamily(f"jaxpaged_{name}", meaning, value=value)
@@ -78,7 +78,7 @@ class Metrics(Collector):
         meaning = "Completions that ended; a stop string counts as abort."
         finished = CounterMetricFamily("jaxpaged_finished_requests", meaning, labels=["reason"])
         for reason in ("stop", "length", "abort"):
-            finished.add_metric([reason], engine.finished[reason])
+            finished.add_metric([reason], engines.finished[reason])
         yield finished
 
 
@@ -105,20 +105,20 @@ class CompletionTimes:
         self._metrics.whole.observe(time.perf_counter() - self._begin)
 
 
-def num_waiting(engine: EngineThread) -> int:
-    return max(0, engine.num_open - engine.stats.num_running)
+def num_waiting(engines: Engines) -> int:
+    return max(0, engines.num_open - engines.stats.num_running)
 
 
-async def report_work(engine: EngineThread) -> None:
+async def report_work(engines: Engines) -> None:
     """Prints a line every ten seconds while requests run."""
-    before = engine.stats.num_generated
+    before = engines.stats.num_generated
     while True:
         await asyncio.sleep(REPORT_SECONDS)
-        stats = engine.stats
-        if engine.num_open or stats.num_generated > before:
+        stats = engines.stats
+        if engines.num_open or stats.num_generated > before:
             rate = (stats.num_generated - before) / REPORT_SECONDS
             say(
-                f"{stats.num_running} running, {num_waiting(engine)} waiting, {rate:,.1f} tokens/s, "
+                f"{stats.num_running} running, {num_waiting(engines)} waiting, {rate:,.1f} tokens/s, "
                 f"{stats.num_free_blocks:,} of {stats.num_blocks:,} blocks free"
             )
         before = stats.num_generated

@@ -41,8 +41,8 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=FLUSH_SECONDS + 2,  # never reached
         )
         super().__init__(config)
-        self.engine, self.drain_seconds, self.on_start = service.engine, drain_seconds, on_start
-        self.engine.on_failure = self._exit
+        self.engines, self.drain_seconds, self.on_start = service.engines, drain_seconds, on_start
+        self.engines.on_failure = self._exit
         self.loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -51,13 +51,13 @@ class Server(uvicorn.Server):
         self.on_start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.loop is None or self.engine.is_draining:
+        if self.loop is None or self.engines.is_draining:
             self.should_exit = self.force_exit = True
         else:
             self.loop.call_soon_threadsafe(self._begin_to_drain)
 
     def _begin_to_drain(self) -> None:
-        self._draining = asyncio.ensure_future(self.engine.drain(self.drain_seconds))
+        self._draining = asyncio.ensure_future(self.engines.drain(self.drain_seconds))
         self._draining.add_done_callback(lambda _: self._exit())
         say(f"Draining for at most {self.drain_seconds:g} seconds.")  # last: stderr may be closed
 

@@ -98,7 +98,7 @@ async def load_adapter(service: Service, request: Request) -> Response:
             weights = await asyncio.to_thread(lambda: write(slot, read_adapter(folder)))
         except CheckpointError as error:
             raise ApiError(400, str(error), param="lora_path") from error
-        await service.engine.call(lambda engine: engine.update_weights(weights, adapters=[slot]))
+        await service.engines.update_weights(weights, adapters=[slot])
         adapters.slots[name] = slot
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 

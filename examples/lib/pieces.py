@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxpaged import Completion, RequestOutput
 from lib.engine_metrics import CompletionTimes
-from lib.engine_thread import Generation
+from lib.engines import Generation
 from lib.openai_forms import Ask
 from lib.reasoning import ReasoningStream
 from lib.service import Service
@@ -93,7 +93,7 @@ class Pieces:
                     self._times[index].end()
                     self.finish_reasons.append(piece.finish_reason)
                     if completion.finish_reason is None:
-                        self.service.engine.end(self._generation, i, k)
+                        self.service.engines.end(self._generation, i, k)
                 if piece != Piece(index):
                     yield piece
             if len(self.finish_reasons) == len(self._texts):

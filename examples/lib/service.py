@@ -1,4 +1,4 @@
-"""State that the server's routes share: the engine's thread, the model and the options."""
+"""State that the server's routes share: the engines, the model and the options."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from lib.adapter_slots import AdapterSlots
 from lib.api_error import ApiError
 from lib.checkpoint import Checkpoint
 from lib.engine_metrics import Metrics
-from lib.engine_thread import EngineThread
+from lib.engines import Engines
 from lib.fields import Fields
 
 RETRY_SECONDS = 1
@@ -20,7 +20,7 @@ RETRY_SECONDS = 1
 
 @dataclasses.dataclass
 class Service:
-    """One model, its engine and its limits.
+    """One model, its engines and their limits.
 
     Attributes:
         served_names: the model's names; answers have the first.
@@ -35,7 +35,7 @@ class Service:
         checks_host: whether requests are refused unless their Host header names this machine.
     """
 
-    engine: EngineThread
+    engines: Engines
     checkpoint: Checkpoint
     served_names: tuple[str, ...]
     max_model_len: int
@@ -53,7 +53,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.created = int(time.time())
-        self.metrics = Metrics(self.engine, self.served_names[0])
+        self.metrics = Metrics(self.engines, self.served_names[0])
         # Logprobs repeat the same tokens often.
         self.token_text = functools.cache(self.checkpoint.tokenizer.token_text)
         self.token_bytes = functools.cache(self.checkpoint.tokenizer.token_bytes)

@@ -10,7 +10,7 @@ from tests.examples.tiny_checkpoint import write_adapter, write_checkpoint
 
 # Without the extra "serve" and the package openai, the server is not tested.
 if not all(map(importlib.util.find_spec, ("openai", "prometheus_client", "starlette", "uvicorn"))):
-    collect_ignore_glob = ["serving.py", "test_serve*.py", "test_engine_thread.py"]
+    collect_ignore_glob = ["serving.py", "test_serve*.py", "test_engines.py"]
 
 
 @pytest.fixture(scope="session")
@@ -89,7 +89,7 @@ def server(service):
 @pytest.fixture
 def gate(service, monkeypatch):
     """Makes the engine wait before each step while the gate is shut. `is_reached` is true while it waits."""
-    engine, gate, is_reached = service.engine._engine, threading.Event(), threading.Event()
+    engine, gate, is_reached = service.engines.threads[0].engine, threading.Event(), threading.Event()
     step = engine.step
     monkeypatch.setattr(engine, "step", lambda: is_reached.set() or (gate.wait(60) and step()))
     yield SimpleNamespace(set=gate.set, is_reached=is_reached.is_set)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import openai
 
 import serve
-from lib.engine_thread import EngineThread
+from lib.engines import Engines
 from lib.fields import Fields
 from lib.http_server import Server, bind
 from lib.openai_forms import Ask
@@ -39,10 +39,10 @@ SERVICE = SimpleNamespace(  # enough to parse requests
 
 @contextlib.contextmanager
 def running(service, drain_seconds=30.0, **changes):
-    """A server around the engine of a changed service. No other server may use the engine at the same time."""
-    engine = service.engine._engine
-    thread_of_engine = EngineThread(engine, most_completions=service.engine.most_completions)
-    service = dataclasses.replace(service, engine=thread_of_engine, **changes)
+    """A server around the engines of a changed service. No other server may use them at the same time."""
+    used = [thread.engine for thread in service.engines.threads]
+    engines = Engines(used, most_completions=service.engines.most_completions, router=service.engines.router)
+    service = dataclasses.replace(service, engines=engines, **changes)
     server = Server(service, drain_seconds=drain_seconds)
     with bind("127.0.0.1", 0) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
@@ -53,17 +53,18 @@ def running(service, drain_seconds=30.0, **changes):
         try:
             with openai.OpenAI(**options) as client:
                 yield SimpleNamespace(
-                    server=server, thread=thread, port=port, client=client, service=service, engine=service.engine
+                    server=server, thread=thread, port=port, client=client, service=service, engines=engines
                 )
         finally:
-            if not service.engine.is_draining:
+            if not engines.is_draining:
                 server.handle_exit(signal.SIGTERM, None)
             thread.join(60)
         assert not thread.is_alive()
-    if service.engine.failure is None:
-        assert not engine.has_unfinished_requests
-        assert service.engine.num_open == 0
-        assert int(engine._runner.state.allocator.num_free) == engine._options.num_blocks - 1
+    assert engines.failure is not None or engines.num_open == 0
+    for thread in engines.threads:
+        if thread.failure is None:
+            assert not thread.engine.has_unfinished_requests
+            assert int(thread.engine._runner.state.allocator.num_free) == thread.engine._options.num_blocks - 1
 
 
 def wait_for(condition):

@@ -84,20 +84,20 @@ def test_a_stop_string_ends_the_text(server, includes):
 
 @pytest.mark.parametrize("ended", [0, 1, 2])
 def test_a_stop_string_ends_one_completion_and_the_others_continue(server, ended):
-    engine = server.engine
+    engines = server.engines
     options = dict(prompt=[PROMPT, "12345678"], max_tokens=60, temperature=2, seed=4, n=2)
     expected = texts(complete(server, **options))
     text = expected.pop(ended)
     stop = stop_in(text, *expected)
     expected.insert(ended, text.partition(stop)[0])
-    before = engine.finished.copy()
+    before = engines.finished.copy()
     answer = complete(server, **options, stop=stop)
     assert texts(answer) == expected
-    wait_for(lambda: engine.num_open == 0)
+    wait_for(lambda: engines.num_open == 0)
     reasons = [choice.finish_reason for choice in answer.choices]
     reasons[ended] = "abort"
-    assert engine.finished - before == collections.Counter(reasons)
-    assert engine.stats.num_free_blocks == engine._engine._options.num_blocks - 1
+    assert engines.finished - before == collections.Counter(reasons)
+    assert engines.stats.num_free_blocks == engines.stats.num_blocks
 
 
 def test_choices_are_in_the_order_of_the_prompts(server):

@@ -43,23 +43,23 @@ def read_all(connection):
 
 def drain(server, number=signal.SIGTERM):
     server.server.handle_exit(number, None)
-    wait_for(lambda: server.engine.is_draining)
+    wait_for(lambda: server.engines.is_draining)
 
 
 def test_blocks_of_a_disconnected_client_are_freed(server, gate, monkeypatch):
     monkeypatch.setattr(http_server, "PROBE_SECONDS", 0.05)
-    engine = server.engine
-    before = engine.finished["abort"]
+    engines = server.engines
+    before = engines.finished["abort"]
     with contextlib.ExitStack() as clients:
         for _ in range(2):
             clients.enter_context(complete(server, **LONG, stream=True))
             send(clients.enter_context(connected(server)), content=body(**LONG).encode())
-        wait_for(lambda: sum(bool(generation.requests) for generation in list(engine._open)) == 4)  # all are sent
+        wait_for(lambda: sum(bool(generation.requests) for generation in list(engines._open)) == 4)  # all are sent
     wait_for(lambda: not server.server.server_state.tasks)  # while the engine does no step
     gate.set()
-    wait_for(lambda: engine.num_open == 0)
-    assert engine.finished["abort"] == before + 4
-    assert engine.stats.num_free_blocks == engine._engine._options.num_blocks - 1
+    wait_for(lambda: engines.num_open == 0)
+    assert engines.finished["abort"] == before + 4
+    assert engines.stats.num_free_blocks == engines.stats.num_blocks
 
 
 @pytest.mark.parametrize("closes", [(), ("Connection: close",)])
@@ -70,14 +70,14 @@ def test_a_half_closed_client_gets_its_answer(server, gate, monkeypatch, is_stre
     with connected(server) as connection:
         send(connection, "/v1/completions", content, f"Content-Length: {len(content)}", *closes)
         connection.shutdown(socket.SHUT_WR)
-        wait_for(lambda: server.engine.num_open == 1)
+        wait_for(lambda: server.engines.num_open == 1)
         time.sleep(0.2)  # the time of four probes
         gate.set()
         answer = read_all(connection)
     before, _, answer = answer.rpartition("HTTP/1.1 200 OK")
     assert set(before.split("\r\n")) <= {"HTTP/1.1 100 ", "HTTP/1.1 100 Continue", ""}
     assert answer.endswith("data: [DONE]\n\n\r\n0\r\n\r\n" if is_streamed else "}")
-    assert server.engine.num_open == 0
+    assert server.engines.num_open == 0
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/health"])
@@ -110,7 +110,7 @@ def test_a_full_queue_answers_with_retry_after(server, gate):
     assert json.loads(answer)["error"]["code"] == "queue_full"
     gate.set()
     assert all(list(stream)[-1].choices[0].finish_reason for stream in streams)
-    wait_for(lambda: server.engine.num_open == 0)
+    wait_for(lambda: server.engines.num_open == 0)
     assert complete(server, max_tokens=1).choices
 
 
@@ -161,7 +161,7 @@ def test_draining_aborts_slow_requests(service, gate):
         stream = complete(server, **LONG, stream=True)
         wait_for(gate.is_reached)  # the request has left the inbox
         drain(server, signal.SIGINT)
-        wait_for(lambda: not server.engine._inbox.empty())  # the abort
+        wait_for(lambda: not server.engines.threads[0]._inbox.empty())  # the abort
         gate.set()
         assert list(stream)[-1].choices[0].finish_reason == "abort"
 
@@ -170,12 +170,12 @@ def test_draining_does_not_wait_for_a_slow_prompt(service, monkeypatch):
     read, encode = threading.Event(), completions.encode
     monkeypatch.setattr(completions, "encode", lambda service, ask: read.wait(60) and encode(service, ask))
     with running(service, drain_seconds=0.05) as server:
-        engine, statuses = server.engine, []
+        engines, statuses = server.engines, []
         client = threading.Thread(target=lambda: statuses.append(ask(server, body=body())[0]))
         client.start()
-        wait_for(lambda: engine.num_open == 1)
+        wait_for(lambda: engines.num_open == 1)
         drain(server)
-        wait_for(lambda: engine.num_open == 0)
+        wait_for(lambda: engines.num_open == 0)
         read.set()
         client.join(60)
         assert statuses == [503]
@@ -183,7 +183,7 @@ def test_draining_does_not_wait_for_a_slow_prompt(service, monkeypatch):
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_engine_that_fails_ends_the_server(service, monkeypatch, error):
-    engine = service.engine._engine
+    engine = service.engines.threads[0].engine
 
     def fail():
         engine.abort()
@@ -202,4 +202,4 @@ def test_an_engine_that_fails_ends_the_server(service, monkeypatch, error):
         assert "out of memory" not in str(refused.value)
         server.thread.join(60)
         assert not server.thread.is_alive()
-        assert str(server.engine.failure) == "out of memory"
+        assert str(server.engines.failure) == "out of memory"

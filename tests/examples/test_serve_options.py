@@ -46,10 +46,8 @@ def test_names_of_adapters_are_unique(tiny):
 
 def test_the_memory_of_the_cache(tiny, capsys, monkeypatch):
     made, config = {}, tiny.config
-    monkeypatch.setattr(
-        serve, "create_engine", lambda model, config, options, **more: made.update(vars(options) | more)
-    )
-    monkeypatch.setattr(serve, "EngineThread", lambda engine, most_completions: None)
+    monkeypatch.setattr(serve, "create_engines", lambda replicas, options, **more: made.update(vars(options) | more))
+    monkeypatch.setattr(serve, "Engines", lambda *_, **__: None)
     make_service(tiny.path, "--cache-mb=1", "--host-cache-mb=3")
     bytes_per_token = 2 * 4 * config.num_layers * config.num_kv_heads * config.head_dim
     assert made["num_blocks"] == 10**6 // (8 * bytes_per_token)
@@ -106,8 +104,8 @@ def test_a_maximum_length_that_is_not_reached_is_reported(tiny, capsys, options,
 )
 def test_the_host_is_checked_on_loopback_without_a_key(tiny, monkeypatch, options, checks):
     monkeypatch.delenv(serve.API_KEY, raising=False)
-    monkeypatch.setattr(serve, "create_engine", lambda *_, **__: None)
-    monkeypatch.setattr(serve, "EngineThread", lambda engine, most_completions: None)
+    monkeypatch.setattr(serve, "create_engines", lambda *_, **__: None)
+    monkeypatch.setattr(serve, "Engines", lambda *_, **__: None)
     arguments = serve.parse_arguments([f"--model={tiny.path}", "--dtype=float32", *options])
     assert serve.create_service(arguments).checks_host == checks
 
@@ -124,7 +122,7 @@ def test_only_this_machine_reaches_the_server_by_default(monkeypatch, capsys, op
     addresses = []
     server = SimpleNamespace(run=lambda listeners: addresses.append(listeners[0].getsockname()[0]))
     monkeypatch.delenv(serve.API_KEY, raising=False)
-    monkeypatch.setattr(serve, "create_service", lambda args: SimpleNamespace(engine=SimpleNamespace(failure=None)))
+    monkeypatch.setattr(serve, "create_service", lambda args: SimpleNamespace(engines=SimpleNamespace(failure=None)))
     monkeypatch.setattr(http_server, "Server", lambda *_, **__: server)
     assert serve.main(["--port=0", *options]) == 0
     assert addresses == [address]

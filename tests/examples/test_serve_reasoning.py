@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxpaged import Completion, RequestOutput
-from lib.engine_thread import Generation
+from lib.engines import Generation
 from lib.openai_answers import Answer
 from lib.pieces import Pieces
 from lib.service import Service

@@ -146,7 +146,7 @@ def test_invalid_requests_are_refused_in_one_sentence(server, capfd):
         assert error["type"] == "invalid_request_error"
     assert ask(server, body=body(), **{"Content-Type": "text/plain"})[0] == 415
     assert "GET" in ask(server, "/health", "{}")[1]["Allow"]
-    assert server.engine.num_open == 0
+    assert server.engines.num_open == 0
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
@@ -163,7 +163,7 @@ def test_a_busy_machine_is_not_a_client_error(server, monkeypatch, error, status
         found, headers, answer = ask(server, path, chat_body())
         assert (found, headers["Retry-After"]) == (status, retry_after)
         assert json.loads(answer)["error"]["message"] == str(error)
-    assert server.engine.num_open == 0
+    assert server.engines.num_open == 0
 
 
 def test_all_paths_but_the_counts_require_the_key(server):
@@ -217,4 +217,4 @@ def test_an_unexpected_error_tells_the_client_nothing(server, monkeypatch):
     for is_streamed in (False, True):
         status, _, answer = ask(server, body=body(stream=is_streamed))
         assert (status, json.loads(answer)["error"]["message"]) == (500, "The server failed.")
-    assert server.engine.num_open == 0
+    assert server.engines.num_open == 0

@@ -1,4 +1,4 @@
-"""lib/engine_thread.py within a server: short requests, slow readers, busy event loops."""
+"""lib/engines.py within a server: short requests, slow readers, busy event loops."""
 
 import asyncio
 import contextlib
@@ -11,8 +11,8 @@ import time
 import pytest
 
 from jaxpaged import Completion, RequestOutput, SamplingParams
-from lib import engine_thread
-from lib.engine_thread import EngineThread, Generation
+from lib import engines
+from lib.engines import Engines, Generation
 from tests.examples.serving import KEY, body, make_service, running
 from tests.timed_engine import TimedEngine
 
@@ -65,19 +65,19 @@ def test_a_slow_reader_holds_one_output_and_misses_no_token():
 
 
 def test_a_finished_completion_of_an_open_request_is_not_running(service):
-    engine = EngineThread(service.engine._engine, most_completions=4)
-    generation = engine.open(4)
-    assert engine.num_open == 4
-    engine.start(generation, [([1], SamplingParams(n=3)), ([1], SamplingParams())])
+    running = Engines([service.engines.threads[0].engine], most_completions=4)
+    generation = running.open(4)
+    assert running.num_open == 4
+    running.start(generation, [([1], SamplingParams(n=3)), ([1], SamplingParams())])
     completions = [Completion([1], None, reason) for reason in ("stop", "length", None)]
-    engine._deliver([(generation, 0, RequestOutput(0, completions, False))], engine.stats)
-    assert engine.num_open == 2
-    assert engine.open(2)
+    running._deliver([((generation, 0), RequestOutput(0, completions, False))])
+    assert running.num_open == running.num_sent[0] == 2
+    assert running.open(2)
 
 
 def test_a_request_that_follows_an_answer_starts_with_the_next_slice(monkeypatch):
     engine = TimedEngine(slice_seconds=0.2)
-    thread, calls, step, add_request = EngineThread(engine, most_completions=4), [], engine.step, engine.add_request
+    running, calls, step, add_request = Engines([engine], most_completions=4), [], engine.step, engine.add_request
 
     def logged_step():
         calls.append("step")
@@ -89,13 +89,13 @@ def test_a_request_that_follows_an_answer_starts_with_the_next_slice(monkeypatch
     monkeypatch.setattr(engine, "add_request", lambda *args: calls.append("add") or add_request(*args))
 
     async def answer(num_tokens):
-        generation = thread.open(1)
-        thread.start(generation, [([1], SamplingParams(max_tokens=num_tokens))])
+        generation = running.open(1)
+        running.start(generation, [([1], SamplingParams(max_tokens=num_tokens))])
         async for _ in generation.outputs():
             pass
 
     async def ask():
-        async with thread.running():
+        async with running.running():
             other = asyncio.ensure_future(answer(9))
             await answer(6)
             await asyncio.sleep(0.02)  # the round trip to the client
@@ -107,18 +107,18 @@ def test_a_request_that_follows_an_answer_starts_with_the_next_slice(monkeypatch
 
 
 def test_a_busy_event_loop_gets_several_tokens_at_once(monkeypatch):
-    monkeypatch.setattr(engine_thread, "LOOP_SHARE", 1e-9)  # any work exceeds this share
-    monkeypatch.setattr(engine_thread, "MOST_HELD_SECONDS", 0.5)
+    monkeypatch.setattr(engines, "LOOP_SHARE", 1e-9)  # any work exceeds this share
+    monkeypatch.setattr(engines, "MOST_HELD_SECONDS", 0.5)
     engine = TimedEngine(num_seats=1, slice_seconds=0.02)
-    thread = EngineThread(engine, most_completions=1)
+    running = Engines([engine], most_completions=1)
 
     async def ask():
-        async with thread.running():
-            generation = thread.open(1)
-            thread.start(generation, [([1], SamplingParams(max_tokens=40))])
+        async with running.running():
+            generation = running.open(1)
+            running.start(generation, [([1], SamplingParams(max_tokens=40))])
             return [len(output.outputs[0].token_ids) async for _, output in generation.outputs()]
 
     counts = asyncio.run(ask())  # in 0.8 seconds
     assert (counts[0], counts[-1]) == (1, 40)
     assert 3 <= len(counts) <= 6  # one more for each half second
-    assert not thread._held
+    assert not running._held

@@ -54,6 +54,7 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         engines, stats = self._engines, self._engines.stats
         gauges = {
+            "engines": ("Engines that have not failed.", len(engines.working)),
             "running_requests": ("Completions that run.", stats.num_running),
             "waiting_requests": ("Completions that wait for others to end.", num_waiting(engines)),
             "most_requests": ("Completions that may run or wait.", engines.most_completions),
@@ -80,6 +81,12 @@ class Metrics(Collector):
         for reason in ("stop", "length", "abort"):
             finished.add_metric([reason], engines.finished[reason])
         yield finished
+        if len(engines.threads) > 1:
+            meaning = "Completions that run or wait on an engine; a failed engine has no value."
+            of_engine = GaugeMetricFamily("jaxpaged_engine_requests", meaning, labels=["engine"])
+            for i in engines.working:
+                of_engine.add_metric([str(i)], engines.num_sent[i])
+            yield of_engine
 
 
 class CompletionTimes:

@@ -23,7 +23,7 @@ from pathlib import Path
 PACKAGES = {"jaxpaged", "pallas_kernels"}
 MAX_BYTES = 1_000_000
 TESTS = ["tests/allocator", "tests/cache"]
-READERS = ["generate", "parallel_sampling", "beam_search", "speculative"]  # examples that need a model
+READERS = ["generate", "data_parallel", "parallel_sampling", "beam_search", "speculative"]  # examples that need a model
 
 # Two mistakes: each checker reports an ignored error that it does not find, as it would if jaxpaged had no types.
 USERS_FILE = """\

@@ -40,7 +40,7 @@ for line in sys.stdin:
 
 def test_a_program_without_its_extra_has_help_and_names_the_extra(tmp_path):
     model = [f"--model={tmp_path}"]
-    readers = "generate", "parallel_sampling", "beam_search", "speculative"
+    readers = "generate", "data_parallel", "parallel_sampling", "beam_search", "speculative"
     options = {name: [*model, "--prompt=a"] for name in readers} | dict(serve=[*model, "--port=0"])
     options |= dict(gemma_linen=[], skyrl_tx=[], tunix_qwen3=[], tunix_rollout=[])
     assert options.keys() | {"decode_loop", "rollout"} == {

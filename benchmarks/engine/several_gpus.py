@@ -27,9 +27,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from benchmarks.engine.model import CONFIGS, LLAMA_3_8B, TOY, fill, packed_head, packed_model, random_weights
+from benchmarks.engine.model import LLAMA_3_8B, TOY, fill
 from benchmarks.engine.throughput import worst_nats
-from benchmarks.engine.workload import BLOCK_SIZE, SIZES, Request, create_caches, run_work, workload
+from benchmarks.engine.workload import BLOCK_SIZE, SIZES, Request, run_work, workload
+from benchmarks.engine.workload import create_engine as workload_engine
 from benchmarks.harness import add_output, open_store
 from benchmarks.kernels.sharded_attention import attention, context
 from jaxpaged import Engine, EngineOptions
@@ -80,21 +81,10 @@ def engine(count: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
 def engines(shape: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
     """Microseconds for all requests on one engine, and on one engine per GPU that each serve all; and their tokens."""
     name, count = shape.split("x")
-    config, sizes = CONFIGS[name], SIZES[name]
-    work = workload(int(count), sizes.longest)
-
-    def create(device: jax.Device) -> Engine:
-        return Engine(
-            packed_model(config),
-            *jax.device_put((random_weights(config), create_caches(config, sizes.num_blocks)), device),
-            head=packed_head(config),
-            options=EngineOptions(
-                max_num_seqs=sizes.seats or None, max_model_len=2 * sizes.longest, chunk_tokens=sizes.chunk or None
-            ),
-        )
+    work = workload(int(count), SIZES[name].longest)
 
     with ThreadPoolExecutor() as threads:
-        made = list(threads.map(create, mesh.devices.flat))
+        made = list(threads.map(lambda device: workload_engine(name, device=device), mesh.devices.flat))
 
         def serve(engines: list[Engine]) -> float:
             return max(threads.map(time_work, engines, [work] * len(engines)))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -57,16 +58,22 @@ def create_caches(config: LlamaConfig, num_blocks: int) -> tuple[KVCache, ...]:
     return tuple(create() for _ in range(config.num_layers))
 
 
-def create_engine(model: str, weights: Any = None, **options: Any) -> Engine:
-    """An engine, by default with random weights. It chooses each size that is in neither `SIZES` nor `options`."""
+def create_engine(model: str, weights: Any = None, *, device: jax.Device | None = None, **options: Any) -> Engine:
+    """An engine, by default with random weights. It chooses each size that is in neither `SIZES` nor `options`.
+
+    `device` is the engine's device, by default JAX's.
+    """
     config, sizes = CONFIGS[model], SIZES[model]
     chosen: dict[str, Any] = dict(
         max_num_seqs=sizes.seats or None, max_model_len=2 * sizes.longest, chunk_tokens=sizes.chunk or None
     )
     chosen |= {name: option for name, option in options.items() if option is not None}
-    caches = create_caches(config, sizes.num_blocks)
-    weights = random_weights(config) if weights is None else weights
-    return Engine(packed_model(config), weights, caches, head=packed_head(config), options=EngineOptions(**chosen))
+    with contextlib.nullcontext() if device is None else jax.default_device(device):
+        caches = create_caches(config, sizes.num_blocks)
+        weights = random_weights(config) if weights is None else weights
+        if device is not None:  # commits them to the device
+            weights, caches = jax.device_put((weights, caches), device)
+        return Engine(packed_model(config), weights, caches, head=packed_head(config), options=EngineOptions(**chosen))
 
 
 def run_work(engine: Engine, work: Sequence[Request], *, longest_first: bool = False, **sampling: Any) -> int:

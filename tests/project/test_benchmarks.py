@@ -26,7 +26,7 @@ TOYS = {
     "engine.profile_slice": "--model toy --requests 9 --warm 1 --slices 2",
     "engine.rollout": "--model toy --prompts 3",
     "engine.sampling": "--toy --seconds 0.01",
-    "engine.server": "--model toy --clients 3 --requests 7",
+    "engine.server": "--model toy --clients 3 --requests 7 --data-parallel 2",
     "engine.several_gpus": "--toy --parts attention context engines",
     "engine.start": "--model toy",
     "engine.throughput": "--model toy --requests 9 3",

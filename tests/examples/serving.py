@@ -1,5 +1,6 @@
 """A server of examples/serve.py around a tiny model, and requests to it."""
 
+import collections
 import contextlib
 import dataclasses
 import http.client
@@ -10,6 +11,7 @@ import time
 from types import SimpleNamespace
 
 import openai
+from prometheus_client.parser import text_string_to_metric_families
 
 import serve
 from lib.engines import Engines
@@ -90,6 +92,33 @@ def complete(server, **options):
 def chat(server, content=PROMPT, **options):
     messages = [{"role": "user", "content": content}]
     return server.client.chat.completions.create(**dict(model="model", messages=messages, temperature=0) | options)
+
+
+def change_adapter(server, action, **fields):
+    return ask(server, f"/v1/{action}_lora_adapter", json.dumps(fields))[::2]
+
+
+def load_adapter(server, name, folder, **fields):
+    return change_adapter(server, "load", lora_name=name, lora_path=str(folder), **fields)
+
+
+def unload_adapter(server, name):
+    return change_adapter(server, "unload", lora_name=name, lora_int_id=1)
+
+
+def read_metrics(server):
+    status, headers, text = ask(server, "/metrics", Authorization="")
+    assert (status, headers["Content-Type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    return list(text_string_to_metric_families(text))
+
+
+def metric_values(server):
+    """Samples by name; samples with several reasons are summed."""
+    found = collections.Counter()
+    for family in read_metrics(server):
+        for sample in family.samples:
+            found[sample.name.partition(":")[2] or sample.name.removeprefix("jaxpaged_")] += sample.value
+    return found
 
 
 def make_service(folder, *options):

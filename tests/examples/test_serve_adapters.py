@@ -5,7 +5,18 @@ import threading
 
 import pytest
 
-from tests.examples.serving import PROMPT, ask, body, complete, make_service, running, texts
+from tests.examples.serving import (
+    PROMPT,
+    ask,
+    body,
+    change_adapter,
+    complete,
+    load_adapter,
+    make_service,
+    running,
+    texts,
+    unload_adapter,
+)
 from tests.examples.tiny_checkpoint import greedy, write_adapter
 
 
@@ -19,18 +30,6 @@ def runtime_service(tiny, adapters):
 def runtime_server(runtime_service):
     with running(runtime_service) as server:
         yield server
-
-
-def post(server, action, **fields):
-    return ask(server, f"/v1/{action}_lora_adapter", json.dumps(fields))[::2]
-
-
-def load(server, name, folder, **fields):
-    return post(server, "load", lora_name=name, lora_path=str(folder), **fields)
-
-
-def unload(server, name):
-    return post(server, "unload", lora_name=name, lora_int_id=1)
 
 
 def names(server):
@@ -56,36 +55,36 @@ def test_an_adapter_is_loaded_replaced_and_unloaded(runtime_server, tiny, adapte
     server, (folder, large) = runtime_server, adapters["large"]
     first = write_adapter(tmp_path / "a", seed=5, rank=4, layers=("mlp.gate_proj",))
     second = write_adapter(tmp_path / "b", seed=6, rank=2, layers=("self_attn.q_proj",))
-    assert load(server, "new", folder) == (200, "Success: LoRA adapter 'new' added successfully.")
+    assert load_adapter(server, "new", folder) == (200, "Success: LoRA adapter 'new' added successfully.")
     assert names(server) == ["model", "small", "new"]
     for name, merged in (("new", large), ("small", adapters["small"][1]), ("model", {})):
         assert_serves(server, tiny, name, merged)
     # The prefix cache forgets the prompts of the adapter that was replaced.
-    assert load(server, "new", tmp_path / "a", load_inplace=True)[0] == 200
+    assert load_adapter(server, "new", tmp_path / "a", load_inplace=True)[0] == 200
     assert_serves(server, tiny, "new", first)
-    assert unload(server, "new") == (200, "Success: LoRA adapter 'new' removed successfully.")
+    assert unload_adapter(server, "new") == (200, "Success: LoRA adapter 'new' removed successfully.")
     assert names(server) == ["model", "small"]
     assert ask(server, body=body(model="new"))[0] == 404
-    assert load(server, "other", tmp_path / "b")[0] == 200
+    assert load_adapter(server, "other", tmp_path / "b")[0] == 200
     assert_serves(server, tiny, "other", second)
-    assert unload(server, "other")[0] == 200
+    assert unload_adapter(server, "other")[0] == 200
 
 
 def test_a_slot_is_freed_when_its_last_request_ends(runtime_server, adapters, monkeypatch):
     server, folder = runtime_server, str(adapters["large"][0])
     engine, may_step = server.engines.threads[0].engine, threading.Event()
     step = engine.step
-    assert load(server, "one", folder)[0] == 200
+    assert load_adapter(server, "one", folder)[0] == 200
     monkeypatch.setattr(engine, "step", lambda: may_step.wait(60) and step())
     stream = complete(server, model="one", max_tokens=4, stream=True)
-    assert unload(server, "one")[0] == 200
+    assert unload_adapter(server, "one")[0] == 200
     content = json.dumps(dict(lora_name="two", lora_path=folder))
     status, headers, _ = ask(server, "/v1/load_lora_adapter", content)
     assert (status, headers["Retry-After"]) == (503, "1")
     may_step.set()
     list(stream)
-    assert load(server, "two", folder)[0] == 200
-    assert unload(server, "two")[0] == 200
+    assert load_adapter(server, "two", folder)[0] == 200
+    assert unload_adapter(server, "two")[0] == 200
 
 
 def test_an_adapter_that_cannot_be_loaded_is_refused(runtime_server, adapters, tmp_path):
@@ -99,15 +98,15 @@ def test_an_adapter_that_cannot_be_loaded_is_refused(runtime_server, adapters, t
         (dict(lora_name="a", lora_path=str(tmp_path / "rank")), "rank 5; --max-adapter-rank is 4."),
         (dict(lora_name="a", lora_path=large, other=1), "other is not supported here"),
     ):
-        status, answer = post(runtime_server, "load", **fields)
+        status, answer = change_adapter(runtime_server, "load", **fields)
         assert (status, message in json.loads(answer)["error"]["message"]) == (400, True), answer
-    assert unload(runtime_server, "a")[0] == 404
-    assert load(runtime_server, "a", large)[0] == 200
-    status, answer = load(runtime_server, "b", large)
+    assert unload_adapter(runtime_server, "a")[0] == 404
+    assert load_adapter(runtime_server, "a", large)[0] == 200
+    status, answer = load_adapter(runtime_server, "b", large)
     assert (status, "All 2 adapters are loaded" in answer) == (400, True)
-    assert unload(runtime_server, "a")[0] == 200
+    assert unload_adapter(runtime_server, "a")[0] == 200
     assert names(runtime_server) == ["model", "small"]
 
 
 def test_adapters_are_loaded_only_with_an_option(server, adapters):
-    assert load(server, "a", adapters["large"][0])[0] == 404
+    assert load_adapter(server, "a", adapters["large"][0])[0] == 404

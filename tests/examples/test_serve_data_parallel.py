@@ -17,14 +17,15 @@ from tests.examples.serving import (
     ask,
     body,
     complete,
+    load_adapter,
     make_service,
+    metric_values,
     running,
     text_of,
     texts,
+    unload_adapter,
     wait_for,
 )
-from tests.examples.test_serve_adapters import load, unload
-from tests.examples.test_serve_metrics import values
 from tests.examples.tiny_checkpoint import EOS, greedy
 
 PROMPTS = ["one and two", "12345678", "three or four", "a page", "five, six, seven", "b", "eight and nine", "the end"]
@@ -126,17 +127,17 @@ def test_a_request_over_both_engines_is_aborted_on_both(two, gates):
 
 
 def test_counts_are_sums_over_the_engines(two, gates):
-    before = values(two)
+    before = metric_values(two)
     assert (before["engines"], before["blocks"], before["free_blocks"]) == (2, 128, 128)
     assert before["most_requests"] == 4 + 4 + 6
     with complete(two, prompt=PROMPTS[:4], max_tokens=9, stream=True, extra_body={"ignore_eos": True}) as stream:
         wait_for(lambda: two.engines.num_sent == [2, 2])
-        during = values(two)
+        during = metric_values(two)
         assert (during["engine_requests"], during["waiting_requests"]) == (4, 4)
         for gate in gates:
             gate.set()
         list(stream)
-    after = values(two)
+    after = metric_values(two)
     assert after["generated_tokens_total"] - before["generated_tokens_total"] == 4 * 9
     assert after["finished_requests_total"] - before["finished_requests_total"] == 4
     assert after["running_requests"] == after["engine_requests"] == 0
@@ -155,7 +156,7 @@ def test_draining_finishes_the_requests_of_both(two, gates):
 
 def test_a_runtime_adapter_is_loaded_into_both(two, tiny, adapters):
     folder, merged = adapters["large"]
-    assert load(two, "new", folder)[0] == 200
+    assert load_adapter(two, "new", folder)[0] == 200
     slot, prompt = two.service.names["new"], tiny.tokenizer.encode(PROMPT)
     expected = greedy({layer: x + merged.get(layer, 0) for layer, x in tiny.tensors.items()}, prompt, 10)
     params = SamplingParams(max_tokens=10, temperature=0, adapter=slot, stop_token_ids=(EOS,))
@@ -163,7 +164,7 @@ def test_a_runtime_adapter_is_loaded_into_both(two, tiny, adapters):
         calling = thread.call(lambda engine: engine.generate([prompt], params))
         (output,) = asyncio.run_coroutine_threadsafe(calling, two.server.loop).result(60)
         assert output.outputs[0].token_ids == expected
-    assert unload(two, "new")[0] == 200
+    assert unload_adapter(two, "new")[0] == 200
 
 
 @pytest.fixture
@@ -189,7 +190,7 @@ def breaking(pair, monkeypatch):
 
 @pytest.mark.parametrize("broken", [0, 1])
 def test_requests_of_a_failed_engine_fail_and_the_other_continues(server, two, breaking, capsys, broken):
-    other, before = 1 - broken, values(two)
+    other, before = 1 - broken, metric_values(two)
     expected = texts(complete(server, prompt=PROMPTS, max_tokens=12))
     may_fail = breaking(broken)
     with streams_on_both(two) as streams:
@@ -202,7 +203,7 @@ def test_requests_of_a_failed_engine_fail_and_the_other_continues(server, two, b
     assert ask(two, "/health")[::2] == (200, '{"status":"degraded"}')
     assert texts(complete(two, prompt=PROMPTS, max_tokens=12)) == expected
     wait_for(lambda: two.engines.num_open == 0)
-    after = values(two)
+    after = metric_values(two)
     assert (after["engines"], after["blocks"], after["free_blocks"], after["running_requests"]) == (1, 64, 64, 0)
     assert after["generated_tokens_total"] >= before["generated_tokens_total"] + 100
     assert two.engines.num_sent == [0, 0]
@@ -225,14 +226,14 @@ def test_a_request_over_both_engines_fails_with_one_of_them(two, breaking):
 def test_a_change_of_weights_does_not_wait_for_a_failed_engine(two, breaking, adapters):
     may_fail, answers = breaking(1), []
     with streams_on_both(two):
-        client = threading.Thread(target=lambda: answers.append(load(two, "new", adapters["large"][0])))
+        client = threading.Thread(target=lambda: answers.append(load_adapter(two, "new", adapters["large"][0])))
         client.start()
         wait_for(lambda: two.engines.threads[1]._calls)
         may_fail.set()
         client.join(60)
     assert [status for status, _ in answers] == [500]
-    assert load(two, "new", adapters["large"][0])[0] == 200
-    assert unload(two, "new")[0] == 200
+    assert load_adapter(two, "new", adapters["large"][0])[0] == 200
+    assert unload_adapter(two, "new")[0] == 200
 
 
 def test_the_server_ends_when_the_last_engine_fails(two, breaking):

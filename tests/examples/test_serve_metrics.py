@@ -1,34 +1,16 @@
 """The counts and times of examples/serve.py, and the page that plots them."""
 
-import collections
 import re
-
-from prometheus_client.parser import text_string_to_metric_families
 
 from lib import engine_metrics
 from lib.app import PAGE_POLICY
-from tests.examples.serving import ask, complete
-
-
-def read_metrics(server):
-    status, headers, text = ask(server, "/metrics", Authorization="")
-    assert (status, headers["Content-Type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
-    return list(text_string_to_metric_families(text))
-
-
-def values(server):
-    """Samples by name; samples with several reasons are summed."""
-    found = collections.Counter()
-    for family in read_metrics(server):
-        for sample in family.samples:
-            found[sample.name.partition(":")[2] or sample.name.removeprefix("jaxpaged_")] += sample.value
-    return found
+from tests.examples.serving import ask, complete, metric_values, read_metrics
 
 
 def test_metrics_count_and_the_page_reads_them(server):
-    before = values(server)
+    before = metric_values(server)
     tokens = complete(server, max_tokens=9, n=2).usage.completion_tokens
-    after = values(server)
+    after = metric_values(server)
     assert after["generated_tokens_total"] - before["generated_tokens_total"] == tokens
     assert after["finished_requests_total"] - before["finished_requests_total"] == 2
     assert after["running_requests"] == after["waiting_requests"] == 0
@@ -41,12 +23,12 @@ def test_metrics_count_and_the_page_reads_them(server):
 
 
 def test_completion_times_have_vllms_histograms(server):
-    before = values(server)
+    before = metric_values(server)
     options = dict(max_tokens=9, n=2, extra_body={"ignore_eos": True})
     complete(server, **options)
     list(complete(server, stream=True, **options))
     complete(server, max_tokens=1)
-    new = values(server) - before
+    new = metric_values(server) - before
     assert new["time_to_first_token_seconds_count"] == new["e2e_request_latency_seconds_count"] == 5
     assert new["request_time_per_output_token_seconds_count"] == 4
     assert new["inter_token_latency_seconds_count"] >= 4

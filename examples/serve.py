@@ -66,7 +66,7 @@ NUMBERS: dict[str, tuple[int | None, str]] = {
     "--max-logprobs": (5, "maximum number of likely tokens that a request may get with each token"),
     "--host-cache-mb": (
         None,
-        "with --prefix-cache: host memory for cached blocks that leave the pool, in 10^6 bytes; default: none",
+        "with --prefix-cache: host memory of an engine for blocks that leave its pool, in 10^6 bytes; default: none",
     ),
     "--max-queue": (128, "completions that may wait for others to end"),
     "--max-body-bytes": (2**20, "larger bodies are refused"),

@@ -53,7 +53,7 @@ class Router:
         prefixes = list(self._prefixes(prompt, adapter)) if self._has_affinity else []
         num_blocks = -(-len(prompt) // self._block_size)
         fitting = {engine: room for engine, room in rooms.items() if room.num_blocks >= num_blocks}
-        # Of equal engines, the one that has waited longest, so that the caches of all are used.
+        # Equal engines take turns, so that all caches are used.
         engine = max(fitting or rooms, key=lambda i: (rooms[i].num_free, -self._last_chosen.get(i, -1)))
         last = next((self._engines[prefix] for prefix in reversed(prefixes) if prefix in self._engines), engine)
         if last in fitting and rooms[last].num_free > 0:
@@ -66,10 +66,11 @@ class Router:
 
     def _prefixes(self, prompt: Sequence[int], adapter: int | None) -> Iterator[int]:
         """Hashes of the first 1, 2, 4, ... full blocks. Long ones tell conversations with a common start apart."""
-        length = self._block_size
-        while length <= len(prompt):
-            yield hash((adapter, *prompt[:length]))
-            length *= 2
+        prefix, start, end = hash(adapter), 0, self._block_size
+        while end <= len(prompt):
+            prefix = hash((prefix, *prompt[start:end]))
+            yield prefix
+            start, end = end, 2 * end
 
     def _remember(self, prefixes: list[int], engine: int) -> None:
         for prefix in prefixes:

@@ -243,6 +243,7 @@ def main() -> None:
     parser.add_argument("--pattern-seconds", type=float, default=120, help="for each pattern; default: %(default)s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", help="as that of examples/serve.py")
+    parser.add_argument("--data-parallel", type=int, default=1, help="as that of examples/serve.py")
     parser.add_argument("--prefix-cache", action="store_true", help="as that of examples/serve.py")
     add_output(parser)
     args = parser.parse_args()
@@ -252,6 +253,7 @@ def main() -> None:
     expected = expected_tokens(prompts, options)
     tokenizer = read_checkpoint(args.model or default_path()).tokenizer
     options += [
+        f"--data-parallel={args.data_parallel}",
         f"--max-num-seqs={SEATS}",
         f"--max-model-len={MAX_TOKENS}",
         f"--num-blocks={BLOCKS}",

@@ -1,0 +1,184 @@
+"""The deterministic byte automaton of a syntax tree."""
+
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+
+from jaxpaged._grammar.characters import ByteRange, Ranges, utf8_sequences
+from jaxpaged._grammar.nodes import Characters, Choice, Node, Repeat, Separated, Sequence
+
+NFA_STATES_PER_STATE = 64
+
+
+class TooManyStatesError(ValueError):
+    """A grammar needs more states than allowed."""
+
+    def __init__(self, max_states: int):
+        super().__init__(
+            f"The grammar needs more than max_states={max_states} states. Lower its bounds ({{m,n}}, maxLength, "
+            "maxItems, max_depth), or raise max_states."
+        )
+
+
+class ByteNFA:
+    """A nondeterministic byte automaton that starts in state 0.
+
+    Attributes:
+        edges: for each state, byte ranges and the state after one of their bytes.
+        jumps: for each state, the states that it may change to without a byte.
+        end: the state in which the text may end.
+    """
+
+    def __init__(self, node: Node, max_states: int):
+        self.edges: list[list[tuple[int, int, int]]] = []
+        self.jumps: list[list[int]] = []
+        self._max_states = max_states
+        self.end = self._add(node, self._new())
+
+    # `_add` methods build a node from a state and return the state after it. They add no edge into the first one, so
+    # several nodes may begin in the same state.
+
+    def _add(self, node: Node, start: int) -> int:
+        match node:
+            case Characters(ranges):
+                return self._add_characters(ranges, start)
+            case Sequence(parts):
+                for part in parts:
+                    start = self._add(part, start)
+                return start
+            case Choice(options):
+                return self._join(self._add(option, start) for option in options)
+            case Repeat():
+                return self._add_repeat(node, start)
+            case Separated():
+                return self._add_separated(node, start)
+
+    def _new(self) -> int:
+        if len(self.edges) == NFA_STATES_PER_STATE * self._max_states:
+            raise TooManyStatesError(self._max_states)
+        self.edges.append([])
+        self.jumps.append([])
+        return len(self.edges) - 1
+
+    def _join(self, states: Iterable[int]) -> int:
+        """A state after each of the states."""
+        states = list(states)
+        joined = self._new()
+        for state in states:
+            self.jumps[state].append(joined)
+        return joined
+
+    def _add_characters(self, ranges: Ranges, start: int) -> int:
+        end = self._new()
+        before: dict[tuple[ByteRange, ...], int] = {(): end}  # the state before some last bytes
+        for sequence in utf8_sequences(ranges):
+            for i in reversed(range(1, len(sequence))):
+                if sequence[i:] not in before:
+                    before[sequence[i:]] = self._new()
+                    self.edges[before[sequence[i:]]].append((*sequence[i], before[sequence[i + 1 :]]))
+            self.edges[start].append((*sequence[0], before[sequence[1:]]))
+        return end
+
+    def _add_repeat(self, node: Repeat, start: int) -> int:
+        for _ in range(node.least):
+            start = self._add(node.part, start)
+        if node.most is None:
+            hub = self._join([start])
+            self.jumps[self._add(node.part, hub)].append(hub)
+            return hub
+        ends = [start]
+        for _ in range(node.most - node.least):
+            ends.append(self._add(node.part, ends[-1]))
+        return self._join(ends)
+
+    def _add_separated(self, node: Separated, start: int) -> int:
+        before_first: int | None = start  # None: an item came for sure
+        after_one: int | None = None  # None: no item can have come
+        for item, is_required in node.items:
+            before = [] if before_first is None else [before_first]
+            skip = []
+            if after_one is not None:
+                skip = [] if is_required else [after_one]
+                before.append(self._add(node.separator, after_one))
+            after_one = self._join([self._add(item, self._join(before)), *skip])
+            if is_required:
+                before_first = None
+        return self._join(state for state in (before_first, after_one) if state is not None)
+
+
+def determinise(nfa: ByteNFA, max_states: int) -> tuple[np.ndarray, np.ndarray]:
+    """The deterministic automaton: an end can be reached from each of its states.
+
+    Args:
+        nfa: the nondeterministic automaton.
+        max_states: the most states before minimisation.
+
+    Returns:
+        The next states, int32 `[states, 256]` with -1 for none, and whether the text may end, bool `[states]`. No
+        states: the language is empty.
+    """
+    closures = _closures(nfa)
+    if not closures[0]:
+        return np.empty((0, 256), np.int32), np.empty(0, bool)
+    numbers = {closures[0]: 0}
+    sets = [closures[0]]
+    rows: list[list[tuple[int, int, int]]] = []
+    for states in sets:  # grows
+        row = []
+        for low, high, targets in _moves([edge for state in states for edge in nfa.edges[state] if closures[edge[2]]]):
+            after = (
+                closures[targets[0]] if len(targets) == 1 else frozenset().union(*map(closures.__getitem__, targets))
+            )
+            if (number := numbers.get(after)) is None:
+                number = numbers[after] = len(sets)
+                sets.append(after)
+                if number == max_states:
+                    raise TooManyStatesError(max_states)
+            row.append((low, high, number))
+        rows.append(row)
+    table = np.full((len(sets), 256), -1, np.int32)
+    for line, row in zip(table, rows, strict=True):
+        for low, high, number in row:
+            line[low : high + 1] = number
+    return table, np.array([nfa.end in states for states in sets])
+
+
+def _moves(edges: list[tuple[int, int, int]]) -> Iterable[tuple[int, int, tuple[int, ...]]]:
+    """Splits edges into disjoint byte ranges with all the states after each."""
+    cuts = sorted({low for low, _, _ in edges} | {high + 1 for _, high, _ in edges})
+    index = {cut: i for i, cut in enumerate(cuts)}
+    targets: list[list[int]] = [[] for _ in cuts]
+    for low, high, target in edges:
+        for i in range(index[low], index[high + 1]):
+            targets[i].append(target)
+    return [
+        (low, end - 1, tuple(after))
+        for (low, end), after in zip(itertools.pairwise(cuts), targets, strict=False)
+        if after
+    ]
+
+
+def _closures(nfa: ByteNFA) -> list[frozenset[int]]:
+    """For each state, the states that it may change to without a byte.
+
+    Only those that have edges or are the end, and from which the end can be reached.
+    """
+    before: list[list[int]] = [[] for _ in nfa.edges]
+    for state, (edges, jumps) in enumerate(zip(nfa.edges, nfa.jumps, strict=True)):
+        for target in {*jumps, *(target for _, _, target in edges)}:
+            before[target].append(state)
+    live = _reach(before, nfa.end)
+    keep = {state for state in live if nfa.edges[state] or state == nfa.end}
+    reached = (_reach(nfa.jumps, state) if state in live else set() for state in range(len(nfa.jumps)))
+    return [frozenset(states & keep) for states in reached]
+
+
+def _reach(targets: list[list[int]], start: int) -> set[int]:
+    reached, todo = {start}, [start]
+    while todo:
+        for target in targets[todo.pop()]:
+            if target not in reached:
+                reached.add(target)
+                todo.append(target)
+    return reached

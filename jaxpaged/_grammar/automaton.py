@@ -14,10 +14,10 @@ NFA_STATES_PER_STATE = 64
 class TooManyStatesError(ValueError):
     """A grammar needs more states than allowed."""
 
-    def __init__(self, max_states: int):
+    def __init__(self, max_states: int, part: str = ""):
         super().__init__(
-            f"The grammar needs more than max_states={max_states} states. Lower its bounds ({{m,n}}, maxLength, "
-            "maxItems, max_depth), or raise max_states."
+            f"The grammar needs more than max_states={max_states} states{part}. Lower its bounds (such as {{m,n}}, "
+            "maxLength, maxItems or max_depth), or raise max_states."
         )
 
 
@@ -81,15 +81,16 @@ class ByteNFA:
         return end
 
     def _add_repeat(self, node: Repeat, start: int) -> int:
-        for _ in range(node.least):
-            start = self._add(node.part, start)
-        if node.most is None:
-            hub = self._join([start])
-            self.jumps[self._add(node.part, hub)].append(hub)
-            return hub
-        ends = [start]
-        for _ in range(node.most - node.least):
-            ends.append(self._add(node.part, ends[-1]))
+        ends = [start] if node.least == 0 else []
+        copies = max(node.least, 1) if node.most is None else node.most
+        for i in range(copies):
+            before = self._add(node.separator, start) if i else start
+            hub = self._join([before])
+            start = self._add(node.part, hub)
+            if i + 1 >= node.least:
+                ends.append(start)
+        if node.most is None:  # the last copy again
+            self.jumps[self._add(node.separator, start)].append(hub)
         return self._join(ends)
 
     def _add_separated(self, node: Separated, start: int) -> int:

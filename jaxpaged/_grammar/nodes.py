@@ -31,11 +31,12 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Repeat:
-    """The part at least `least` and at most `most` times; `most` None: without bound."""
+    """The part at least `least` and at most `most` times, with a separator between two; `most` None: without bound."""
 
     part: Node
     least: int
     most: int | None
+    separator: Node = Sequence(())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,32 +74,61 @@ def optional(node: Node) -> Node:
     return Repeat(node, 0, 1)
 
 
-def lengths(node: Node) -> tuple[int, int | None] | None:
-    """The least and the largest number of characters in a match; None instead of a number: unbounded.
+def is_empty(node: Node) -> bool:
+    """Whether nothing matches."""
+    match node:
+        case Characters(ranges):
+            return not ranges
+        case Sequence(parts):
+            return any(map(is_empty, parts))
+        case Choice(options):
+            return all(map(is_empty, options))
+        case Repeat(part, least):
+            return least > 0 and is_empty(part)
+        case Separated(items):
+            return any(is_required and is_empty(item) for item, is_required in items)
 
-    None for a language without a match. `Separated` is not supported: no regex contains it.
-    """
-    if isinstance(node, Characters):
-        return (1, 1) if node.ranges else None
-    if isinstance(node, Repeat):
-        part = lengths(node.part)
-        if part is None or node.most == 0:
-            return (0, 0) if node.least == 0 else None
-        most = 0 if part[1] == 0 else None if node.most is None or part[1] is None else part[1] * node.most
-        return part[0] * node.least, most
-    assert not isinstance(node, Separated)
-    if isinstance(node, Choice):
-        options = [length for length in map(lengths, node.options) if length is not None]
-        if not options:
+
+def size(node: Node) -> int:
+    """About the number of characters that the node spells out, with repetitions."""
+    match node:
+        case Characters():
+            return 1
+        case Sequence(nodes) | Choice(nodes):
+            return sum(map(size, nodes))
+        case Repeat(part, least, most, separator):
+            return max(least, most or 1) * (size(part) + size(separator))
+        case Separated(items, separator):
+            return sum(size(item) + size(separator) for item, _ in items)
+
+
+def lengths(node: Node) -> tuple[int, int | None] | None:
+    """The least and the largest number of characters in a match of a regex, None for no bound; None without a match."""
+    match node:
+        case Characters():
+            return None if is_empty(node) else (1, 1)
+        case Sequence(parts):
+            return _sum([lengths(part) for part in parts])
+        case Choice(options):
+            found = [length for length in map(lengths, options) if length is not None]
+            mosts = [most for _, most in found if most is not None]
+            return (
+                (min(least for least, _ in found), max(mosts) if len(mosts) == len(found) else None) if found else None
+            )
+        case Repeat(part, least, most):
+            if (length := lengths(part)) is None or length[1] == 0:
+                return None if least and length is None else (0, 0)
+            return length[0] * least, None if most is None or length[1] is None else length[1] * most
+        case Separated():
+            raise AssertionError("no regex contains Separated")
+
+
+def _sum(all_lengths: list[tuple[int, int | None] | None]) -> tuple[int, int | None] | None:
+    least, most = 0, 0
+    is_bounded = True
+    for length in all_lengths:
+        if length is None:
             return None
-        mosts = [most for _, most in options]
-        return min(least for least, _ in options), None if None in mosts else max(
-            most for most in mosts if most is not None
-        )
-    parts = [lengths(part) for part in node.parts]
-    total: tuple[int, int | None] = (0, 0)
-    for part in parts:
-        if part is None:
-            return None
-        total = total[0] + part[0], None if total[1] is None or part[1] is None else total[1] + part[1]
-    return total
+        least, most = least + length[0], most + (length[1] or 0)
+        is_bounded &= length[1] is not None
+    return least, most if is_bounded else None

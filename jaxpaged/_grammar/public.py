@@ -1,14 +1,21 @@
-"""Grammars of regexes and lists of strings."""
+"""Grammars of regexes, JSON schemas, JSON objects and lists of strings."""
 
 from collections.abc import Sequence
+from typing import Any
 
+from jaxpaged._grammar.automaton import TooManyStatesError
 from jaxpaged._grammar.compile import compile_node
+from jaxpaged._grammar.json_schema import SchemaReader, parse_schema
+from jaxpaged._grammar.json_text import JsonText
 from jaxpaged._grammar.nodes import choice
 from jaxpaged._grammar.records import Grammar
 from jaxpaged._grammar.regex import parse_full
 from jaxpaged._grammar.vocabulary import Vocabulary
+from jaxpaged._integers import checked_size
 
 MAX_STATES = 4096
+MAX_DEPTH = 3
+SPACE = " ?"
 
 
 def compile_regex(pattern: str, vocabulary: Vocabulary, *, max_states: int = MAX_STATES) -> Grammar:
@@ -55,3 +62,66 @@ def compile_choice(options: Sequence[str], vocabulary: Vocabulary, *, max_states
         raise ValueError(f"options must be a sequence of strings; got {options=}.")
     options = tuple(options)
     return compile_node(lambda: choice(options), ("choice", options), f"The choice {options}", vocabulary, max_states)
+
+
+def compile_json_schema(
+    schema: dict[str, Any] | str | bool,
+    vocabulary: Vocabulary,
+    *,
+    whitespace_pattern: str = SPACE,
+    max_depth: int = MAX_DEPTH,
+    max_states: int = MAX_STATES,
+) -> Grammar:
+    """The grammar of a JSON schema: each answer is JSON, and valid.
+
+    Not every valid JSON text is an answer: objects have the declared properties only, in their order, and each string
+    has one spelling. Keywords that a grammar cannot enforce are refused.
+
+    Args:
+        schema: the schema, or its text.
+        vocabulary: the tokens.
+        whitespace_pattern: a regex for the whitespace after `{`, `[`, `,` and `:` and before `}` and `]`.
+        max_depth: how often a `$ref` may contain itself, and how many arrays and objects may contain each other where
+            any value is allowed; at most 16.
+        max_states: the most states, with the dead one; at most 32767.
+
+    Raises:
+        ValueError: the schema has a keyword that is malformed or not supported, needs more than `max_states` states,
+            or allows no text that the vocabulary can spell. The message names the place in the schema.
+
+    Example:
+        >>> from jaxpaged.grammar import Vocabulary, compile_json_schema
+        >>> vocabulary = Vocabulary([bytes([byte]) for byte in range(256)] + [None], end_token_ids=[256])
+        >>> schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+        >>> grammar = compile_json_schema(schema, vocabulary)
+        >>> bool(grammar.is_end[grammar.walk(b'{"age": 42}')]), bool(grammar.is_end[grammar.walk(b'{"age": null}')])
+        (True, False)
+    """
+    schema, text = parse_schema(schema)
+    checked_size("max_depth", max_depth, 1, 16)
+    reader = SchemaReader(schema, JsonText(whitespace_pattern), max_depth)
+    key = ("json_schema", text, whitespace_pattern, max_depth)
+    try:
+        return compile_node(reader.read, key, "The JSON schema", vocabulary, max_states)
+    except TooManyStatesError:
+        raise TooManyStatesError(max_states, f"; its largest part is {reader.largest_part()!r}") from None
+
+
+def compile_json_object(
+    vocabulary: Vocabulary,
+    *,
+    whitespace_pattern: str = SPACE,
+    max_depth: int = MAX_DEPTH,
+    max_states: int = MAX_STATES,
+) -> Grammar:
+    """The grammar of any JSON object in which at most `max_depth` objects and arrays contain each other.
+
+    The arguments and errors are those of `compile_json_schema`.
+    """
+    return compile_json_schema(
+        {"type": "object"},
+        vocabulary,
+        whitespace_pattern=whitespace_pattern,
+        max_depth=max_depth,
+        max_states=max_states,
+    )

@@ -107,8 +107,9 @@ class Vocabulary:
 
 def bytes_of_tokens(tokenizer: Any) -> list[bytes | None]:
     """The bytes of each token of a `tokenizers.Tokenizer`; None for special tokens and unused ids."""
-    decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else {"type": "None"}
-    decoders: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    state = tokenizer.decoder.__getstate__() if tokenizer.decoder is not None else b'{"type": "None"}'
+    decoder = json.loads(state)
+    decoders = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [each["type"] for each in decoders]
     added = tokenizer.get_added_tokens_decoder()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)

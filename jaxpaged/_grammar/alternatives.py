@@ -48,8 +48,8 @@ def _exclude(one: Any, other: Any, resolve: Callable[[Any], Any]) -> bool:
         return False
     shared = set(one.get("required", [])) & set(other.get("required", []))
     for name in sorted(shared):
-        values = [_follow(schema.get("properties", {}).get(name), resolve) for schema in (one, other)]
-        if _exclude(values[0], values[1], resolve):
+        pair = [_follow(schema.get("properties", {}).get(name), resolve) for schema in (one, other)]
+        if _exclude(pair[0], pair[1], resolve):
             return True
     return False
 

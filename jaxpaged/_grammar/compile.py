@@ -44,11 +44,11 @@ def _compile(node: Node, name: str, vocabulary: Vocabulary, max_states: int) -> 
     dead = len(table)
     table = np.concatenate([np.where(table < 0, dead, table), np.full((1, 256), dead, table.dtype)]).astype(np.int16)
     is_end = np.append(is_end, False)
-    mask, is_live = token_masks(table, is_end, vocabulary)
+    masks, mask_of_state, is_live = token_masks(table, is_end, vocabulary)
     if not is_live[0]:
         raise ValueError(f"{name} allows no answer that {vocabulary} can spell.")
     classes, next_states = byte_classes(table)
-    arrays = classes, next_states, mask, is_end
+    arrays = classes, next_states, masks, mask_of_state, is_end
     for array in arrays:
         array.setflags(write=False)
     return Grammar(*arrays, vocabulary.fingerprint)

@@ -7,7 +7,9 @@ from jaxpaged._grammar.vocabulary import Vocabulary
 STATES_AT_ONCE = 64
 
 
-def token_masks(table: np.ndarray, is_end: np.ndarray, vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
+def token_masks(
+    table: np.ndarray, is_end: np.ndarray, vocabulary: Vocabulary
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The allowed tokens of each state, from which tokens lead to an end.
 
     Args:
@@ -16,26 +18,56 @@ def token_masks(table: np.ndarray, is_end: np.ndarray, vocabulary: Vocabulary) -
         vocabulary: the tokens.
 
     Returns:
-        The mask, uint32 `[states, ceil(vocab / 32)]`, and whether tokens lead from a state to an end, bool `[states]`.
+        The distinct masks, uint32 `[masks, ceil(vocab / 32)]`, the index of each state's mask, int16 `[states]`, and
+        whether tokens lead from a state to an end, bool `[states]`.
     """
-    is_live = np.ones(len(table), bool)
-    is_live[-1] = False
-    if not _has_all_bytes(table, vocabulary):
+    if _has_all_bytes(table, vocabulary):
+        is_live = np.arange(len(table)) != len(table) - 1
+        group = _groups(table, vocabulary.token_bytes.shape[1])
+    else:
         is_live = _reaches_end(table, is_end, vocabulary)
+        group = np.arange(len(table))
+    # States of one group allow the same tokens, but for the end tokens.
+    _, states, row = np.unique(2 * group + is_end, return_index=True, return_inverse=True)
+    rows = _mask_rows(table, states, is_end, is_live, vocabulary)
+    numbers: dict[bytes, int] = {}
+    number = np.array([numbers.setdefault(mask.tobytes(), len(numbers)) for mask in rows])
+    masks = rows[np.unique(number, return_index=True)[1]]
+    return masks, number[row].astype(np.int16), is_live
+
+
+def _mask_rows(
+    table: np.ndarray, states: np.ndarray, is_end: np.ndarray, is_live: np.ndarray, vocabulary: Vocabulary
+) -> np.ndarray:
+    """The masks of some states, uint32 `[len(states), ceil(vocab / 32)]`."""
     words = -(-len(vocabulary) // 32)
-    mask = np.empty((len(table), words), np.uint32)
+    masks = np.empty((len(states), words), np.uint32)
     tokens = np.flatnonzero(vocabulary.token_lengths)
     texts = vocabulary.trie.text_of_token[tokens]
-    for start in range(0, len(table), STATES_AT_ONCE):
-        states = np.arange(start, min(start + STATES_AT_ONCE, len(table)))
-        allows_text = np.zeros((len(states), vocabulary.trie.num_texts), bool)
-        for origin, text, after in vocabulary.trie.walk(table, states):
+    for start in range(0, len(states), STATES_AT_ONCE):
+        some = states[start : start + STATES_AT_ONCE]
+        allows_text = np.zeros((len(some), vocabulary.trie.num_texts), bool)
+        for origin, text, after in vocabulary.trie.walk(table, some):
             allows_text[origin, text] = is_live[after]
-        allows = np.zeros((len(states), words * 32), bool)
+        allows = np.zeros((len(some), words * 32), bool)
         allows[:, tokens] = allows_text[:, texts]
-        allows[:, list(vocabulary.end_token_ids)] = is_end[states, None]
-        mask[states] = np.packbits(allows, axis=1, bitorder="little").view("<u4")
-    return mask, is_live
+        allows[:, list(vocabulary.end_token_ids)] = is_end[some, None]
+        masks[start : start + len(some)] = np.packbits(allows, axis=1, bitorder="little").view("<u4")
+    return masks
+
+
+def _groups(table: np.ndarray, width: int) -> np.ndarray:
+    """The group of each state: from states of one group the same texts of up to `width` bytes are not dead."""
+    columns = np.unique(table, axis=1)
+    group = (np.arange(len(table)) == len(table) - 1).astype(np.int64)
+    num_groups = 2
+    for _ in range(width):
+        split = np.concatenate([group[:, None], group[columns]], axis=1)
+        group = np.unique(split, axis=0, return_inverse=True)[1].reshape(-1)
+        if (num_now := group.max() + 1) == num_groups:
+            break
+        num_groups = num_now
+    return group
 
 
 def _has_all_bytes(table: np.ndarray, vocabulary: Vocabulary) -> bool:

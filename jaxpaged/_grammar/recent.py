@@ -36,3 +36,6 @@ class RecentGrammars:
             while self.nbytes > self.max_bytes:
                 self.nbytes -= self._grammars.popitem(last=False)[1].nbytes
         return grammar
+
+    def __reduce__(self) -> tuple[type["RecentGrammars"], tuple[int]]:
+        return RecentGrammars, (self.max_bytes,)

@@ -16,15 +16,17 @@ class Grammar:
     Attributes:
         byte_classes: the class of each byte, uint8 `[256]`.
         next_states: the state after a byte of a class, int16 `[states, classes]`.
-        mask: the allowed tokens, uint32 `[states, ceil(vocab / 32)]`; bit `t % 32` of word `t // 32` is token t. End
-            tokens are allowed where the answer may end.
+        masks: the distinct masks of allowed tokens, uint32 `[masks, ceil(vocab / 32)]`; bit `t % 32` of word `t // 32`
+            is token t. End tokens are allowed where the answer may end.
+        mask_of_state: the index of each state's mask, int16 `[states]`.
         is_end: whether the answer may end in a state, bool `[states]`.
-        vocabulary: the fingerprint of the `Vocabulary` that `mask` refers to.
+        vocabulary: the fingerprint of the `Vocabulary` that `masks` refer to.
     """
 
     byte_classes: np.ndarray
     next_states: np.ndarray
-    mask: np.ndarray
+    masks: np.ndarray
+    mask_of_state: np.ndarray
     is_end: np.ndarray
     vocabulary: str
 
@@ -39,7 +41,8 @@ class Grammar:
 
     @property
     def nbytes(self) -> int:
-        return self.byte_classes.nbytes + self.next_states.nbytes + self.mask.nbytes + self.is_end.nbytes
+        arrays = self.byte_classes, self.next_states, self.masks, self.mask_of_state, self.is_end
+        return sum(array.nbytes for array in arrays)
 
     def walk(self, data: bytes, state: int = 0) -> int:
         """The state after some bytes.
@@ -65,7 +68,8 @@ class Grammar:
             >>> grammar.allowed_tokens(0).tolist(), grammar.allowed_tokens(grammar.walk(b"ab")).tolist()
             ([0, 2], [0, 2, 3])
         """
-        return np.flatnonzero(np.unpackbits(self.mask[state].view(np.uint8), bitorder="little"))
+        return np.flatnonzero(np.unpackbits(self.masks[self.mask_of_state[state]].view(np.uint8), bitorder="little"))
 
     def __repr__(self) -> str:
-        return f"Grammar(states={self.num_states}, classes={self.next_states.shape[1]}, bytes={self.nbytes})"
+        classes = self.next_states.shape[1]
+        return f"Grammar(states={self.num_states}, classes={classes}, masks={len(self.masks)}, bytes={self.nbytes})"

@@ -6,7 +6,7 @@ import re
 from types import ModuleType
 from typing import Any
 
-PUBLIC = "jaxpaged", "jaxpaged.debug", "jaxpaged.ops", "jaxpaged.scheduling"
+PUBLIC = "jaxpaged", "jaxpaged.debug", "jaxpaged.grammar", "jaxpaged.ops", "jaxpaged.scheduling"
 from_module = doctest.DocTestFinder._from_module
 
 

@@ -1,11 +1,12 @@
 """jaxpaged: paged attention for JAX on NVIDIA GPUs.
 
 This module has the common names. `jaxpaged.ops` has operations on caches and attention results, `jaxpaged.scheduling`
-the scheduler for your own serving loop, and `jaxpaged.debug` tools for finding errors. The Flax modules are in
-`jaxpaged.nnx` and `jaxpaged.linen`; import these two explicitly.
+the scheduler for your own serving loop, `jaxpaged.grammar` compiles regexes and JSON schemas, and `jaxpaged.debug` has
+tools for finding errors. The Flax modules are in `jaxpaged.nnx` and `jaxpaged.linen`; import these two explicitly.
 """
 
 from jaxpaged import debug as debug
+from jaxpaged import grammar as grammar
 from jaxpaged import ops as ops
 from jaxpaged import scheduling as scheduling
 from jaxpaged._allocator.block_allocator import BlockAllocator

@@ -1,5 +1,7 @@
 """A compiled grammar: the arrays that restrict an answer token by token."""
 
+from __future__ import annotations
+
 import dataclasses
 
 import numpy as np

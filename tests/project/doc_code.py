@@ -27,7 +27,7 @@ VARIABLES: dict[str, tuple[Any, ...]] = {  # types of variables in the docs
 }
 PUBLIC = {
     name: getattr(module, name)
-    for module in (jaxpaged, jaxpaged.debug, jaxpaged.ops, jaxpaged.scheduling)
+    for module in (jaxpaged, jaxpaged.debug, jaxpaged.grammar, jaxpaged.ops, jaxpaged.scheduling)
     for name in module.__all__
 }
 CLASSES = [value for value in PUBLIC.values() if inspect.isclass(value)]

@@ -20,7 +20,15 @@ ROOT = Path(__file__).parents[2]
 PAGES = [str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/**/*.md"))]
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (jaxpaged, jaxpaged.ops, jaxpaged.scheduling, jaxpaged.debug, jaxpaged.nnx, jaxpaged.linen)
+    for module in (
+        jaxpaged,
+        jaxpaged.ops,
+        jaxpaged.scheduling,
+        jaxpaged.grammar,
+        jaxpaged.debug,
+        jaxpaged.nnx,
+        jaxpaged.linen,
+    )
     for name in module.__all__
 }
 

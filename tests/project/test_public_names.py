@@ -22,7 +22,15 @@ from jaxpaged._attention.plan import make_plan
 from jaxpaged.scheduling import Scheduler
 
 ROOT = Path(__file__).parents[2]
-MODULES = jaxpaged, jaxpaged.scheduling, jaxpaged.ops, jaxpaged.debug, jaxpaged.nnx, jaxpaged.linen
+MODULES = (
+    jaxpaged,
+    jaxpaged.scheduling,
+    jaxpaged.ops,
+    jaxpaged.grammar,
+    jaxpaged.debug,
+    jaxpaged.nnx,
+    jaxpaged.linen,
+)
 PUBLIC = [(module.__name__, getattr(module, name)) for module in MODULES for name in module.__all__]
 VALUES = [value for _, value in PUBLIC]
 CLASSES = [value for value in VALUES if inspect.isclass(value)]

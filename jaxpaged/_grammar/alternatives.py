@@ -13,8 +13,8 @@ NUMBERS = {"integer", "number"}
 def exclusion_problem(options: list[Any], resolve: Callable[[Any], Any]) -> str | None:
     """Why two options may share a value, or None if no two can.
 
-    Two options exclude each other if they have different types, different constants, or a required property that
-    excludes: the discriminator of a union.
+    Two options exclude each other if they have different types, different constants, or a required property with
+    different types or constants: the discriminator of a union.
 
     Args:
         options: the schemas.
@@ -22,7 +22,7 @@ def exclusion_problem(options: list[Any], resolve: Callable[[Any], Any]) -> str 
     """
     schemas = [_follow(option, resolve) for option in options]
     for (i, one), (j, other) in itertools.combinations(enumerate(schemas), 2):
-        if not _exclude(one, other, resolve):
+        if not (_exclude(one, other) or _properties_exclude(one, other, resolve)):
             return f"options {i} and {j} may share a value"
     return None
 
@@ -35,28 +35,42 @@ def _follow(schema: Any, resolve: Callable[[Any], Any]) -> Any:
     return schema
 
 
-def _exclude(one: Any, other: Any, resolve: Callable[[Any], Any]) -> bool:
+def _exclude(one: Any, other: Any) -> bool:
+    """Whether types or constants differ."""
     if not isinstance(one, dict) or not isinstance(other, dict):
         return False
     values = _values(one), _values(other)
     if values[0] is not None and values[1] is not None:
         return _texts(values[0]).isdisjoint(_texts(values[1]))
-    kinds = _types(one), _types(other)
-    if kinds[0] and kinds[1] and kinds[0].isdisjoint(kinds[1]):
-        return True
-    if kinds != ({"object"}, {"object"}):
+    types = _types(one), _types(other)
+    return bool(types[0] and types[1]) and types[0].isdisjoint(types[1])
+
+
+def _properties_exclude(one: Any, other: Any, resolve: Callable[[Any], Any]) -> bool:
+    """Whether a property that both objects require has different types or constants."""
+    if not all(isinstance(schema, dict) and _types(schema) == {"object"} for schema in (one, other)):
         return False
-    shared = set(one.get("required", [])) & set(other.get("required", []))
-    for name in sorted(shared):
-        pair = [_follow(schema.get("properties", {}).get(name), resolve) for schema in (one, other)]
-        if _exclude(pair[0], pair[1], resolve):
-            return True
-    return False
+    properties = [_field(schema, "properties", {}) for schema in (one, other)]
+    shared = _names(one, "required") & _names(other, "required")
+    pairs = [[_follow(each.get(name), resolve) for each in properties] for name in sorted(shared)]
+    return any(_exclude(*pair) for pair in pairs)
+
+
+# Options are compared before they are read: here a malformed keyword is no keyword.
+
+
+def _field(schema: dict[str, Any], keyword: str, default: Any) -> Any:
+    value = schema.get(keyword, default)
+    return value if isinstance(value, type(default)) else default
+
+
+def _names(schema: dict[str, Any], keyword: str) -> set[str]:
+    return {name for name in _field(schema, keyword, []) if isinstance(name, str)}
 
 
 def _values(schema: dict[str, Any]) -> list[Any] | None:
     """The values of a schema that lists them."""
-    return [schema["const"]] if "const" in schema else schema.get("enum")
+    return [schema["const"]] if "const" in schema else _field(schema, "enum", []) or None
 
 
 def _texts(values: list[Any]) -> set[str]:
@@ -81,5 +95,5 @@ def _types(schema: dict[str, Any]) -> set[str]:
     if (values := _values(schema)) is not None:
         types = set().union(*map(type_names, values))
     else:
-        types = {schema["type"]} if isinstance(schema.get("type"), str) else set(schema.get("type", []))
+        types = {schema["type"]} if isinstance(schema.get("type"), str) else _names(schema, "type")
     return {"number" if each in NUMBERS else each for each in types}

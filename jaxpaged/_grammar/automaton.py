@@ -9,6 +9,7 @@ from jaxpaged._grammar.characters import ByteRange, Ranges, utf8_sequences
 from jaxpaged._grammar.nodes import Characters, Choice, Node, Repeat, Separated, Sequence
 
 NFA_STATES_PER_STATE = 64
+MAX_STEPS = 4_000_000  # some seconds
 
 
 class TooManyStatesError(ValueError):
@@ -18,6 +19,16 @@ class TooManyStatesError(ValueError):
         super().__init__(
             f"The grammar needs more than max_states={max_states} states{part}. Lower its bounds (such as {{m,n}}, "
             "maxLength, maxItems or max_depth), or raise max_states."
+        )
+
+
+class TooComplexError(ValueError):
+    """A grammar needs too long to compile."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The grammar can read the same text in too many ways, as (a?){2000} can. Write it without optional parts "
+            "that begin alike, or lower its bounds."
         )
 
 
@@ -125,9 +136,14 @@ def determinise(nfa: ByteNFA, max_states: int) -> tuple[np.ndarray, np.ndarray]:
     numbers = {closures[0]: 0}
     sets = [closures[0]]
     rows: list[list[tuple[int, int, int]]] = []
+    num_steps = 0
     for states in sets:  # grows
         row = []
-        for low, high, targets in _moves([edge for state in states for edge in nfa.edges[state] if closures[edge[2]]]):
+        edges = [edge for state in states for edge in nfa.edges[state] if closures[edge[2]]]
+        num_steps += len(edges)
+        if num_steps > MAX_STEPS:
+            raise TooComplexError
+        for low, high, targets in _moves(edges):
             after = (
                 closures[targets[0]] if len(targets) == 1 else frozenset().union(*map(closures.__getitem__, targets))
             )
@@ -171,8 +187,14 @@ def _closures(nfa: ByteNFA) -> list[frozenset[int]]:
             before[target].append(state)
     live = _reach(before, nfa.end)
     keep = {state for state in live if nfa.edges[state] or state == nfa.end}
-    reached = (_reach(nfa.jumps, state) if state in live else set() for state in range(len(nfa.jumps)))
-    return [frozenset(states & keep) for states in reached]
+    closures, num_steps = [], 0
+    for state in range(len(nfa.jumps)):
+        reached = _reach(nfa.jumps, state) if state in live else set()
+        num_steps += len(reached)
+        if num_steps > MAX_STEPS:
+            raise TooComplexError
+        closures.append(frozenset(reached & keep))
+    return closures
 
 
 def _reach(targets: list[list[int]], start: int) -> set[int]:

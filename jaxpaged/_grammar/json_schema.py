@@ -148,7 +148,7 @@ class SchemaReader:
         """The types of a schema; without `type`, the one that all its keywords belong to."""
         types = schema.get("type", [])
         types = [types] if isinstance(types, str) else types
-        if not isinstance(types, list) or any(each not in KEYWORDS for each in types):
+        if not isinstance(types, list) or any(not isinstance(each, str) or each not in KEYWORDS for each in types):
             self._refuse(place, "type", f"{schema['type']!r}; types are {', '.join(KEYWORDS)}")
         if "type" not in schema:
             asked = set(schema) & set().union(*KEYWORDS.values())
@@ -202,13 +202,15 @@ class SchemaReader:
     def _string(self, schema: dict[str, Any], place: str) -> Node:
         least, most = self._bounds(schema, place, "minLength", "maxLength")
         if "format" in schema:
-            if schema["format"] not in FORMATS:
+            if schema["format"] not in list(FORMATS):
                 self._refuse(place, "format", f"{schema['format']!r}; supported are {', '.join(FORMATS)}")
             if others := {"pattern", "minLength", "maxLength"} & schema.keys():
                 self._refuse(place, "format", f"which is not supported next to {', '.join(sorted(others))}")
             return string(escaped(parse_full(FORMATS[schema["format"]])))
         if "pattern" not in schema:
             return string(Repeat(CHARACTER, least, most))
+        if not isinstance(schema["pattern"], str):
+            self._refuse(place, "pattern", f"{schema['pattern']!r}; it must be a regex")
         try:
             pattern = parse_search(schema["pattern"])
         except ValueError as error:
@@ -266,7 +268,9 @@ class SchemaReader:
         if not {"prefixItems", "items"} & schema.keys():
             return self.text.array_of(self.text.any_value(self.max_depth - 1), least, most)
         nodes = [self._any(item, f"{place}/prefixItems/{i}") for i, item in enumerate(prefix)]
-        # Without "items" more of any kind would be allowed; answers have none.
+        if "items" not in schema and least > len(prefix):
+            self._refuse(place, "minItems", "more than the prefixItems; give items for the others")
+        # Without "items" more of any kind would be valid; answers have none.
         item = self._any(schema["items"], f"{place}/items") if "items" in schema else NOTHING
         return self.text.array(self._items(nodes, item, least, most))
 
@@ -288,8 +292,10 @@ class SchemaReader:
     def _object(self, schema: dict[str, Any], place: str) -> Node:
         properties, required = schema.get("properties", {}), schema.get("required", [])
         others = schema.get("additionalProperties", True)
-        if not isinstance(properties, dict) or not isinstance(required, list):
-            self._refuse(place, "properties", "but properties must be an object, and required a list")
+        if not isinstance(properties, dict):
+            self._refuse(place, "properties", "which must be an object")
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+            self._refuse(place, "required", "which must be a list of names")
         for name in required:
             if name not in properties:
                 self._refuse(place, "required", f"but {name!r} is not among the properties")

@@ -21,12 +21,8 @@ def token_masks(
         The distinct masks, uint32 `[masks, ceil(vocab / 32)]`, the index of each state's mask, int16 `[states]`, and
         whether tokens lead from a state to an end, bool `[states]`.
     """
-    if _has_all_bytes(table, vocabulary):
-        is_live = np.arange(len(table)) != len(table) - 1
-        group = _groups(table, vocabulary.token_bytes.shape[1])
-    else:
-        is_live = _reaches_end(table, is_end, vocabulary)
-        group = np.arange(len(table))
+    is_live = _live_states(table, is_end, vocabulary)
+    group = _groups(table, is_live, vocabulary.token_bytes.shape[1])
     # States of one group allow the same tokens, but for the end tokens.
     _, states, row = np.unique(2 * group + is_end, return_index=True, return_inverse=True)
     rows = _mask_rows(table, states, is_end, is_live, vocabulary)
@@ -56,35 +52,42 @@ def _mask_rows(
     return masks
 
 
-def _groups(table: np.ndarray, width: int) -> np.ndarray:
-    """The group of each state: from states of one group the same texts of up to `width` bytes are not dead."""
+def _groups(table: np.ndarray, is_live: np.ndarray, width: int) -> np.ndarray:
+    """The group of each state: from states of one group the same texts of up to `width` bytes lead to live states."""
     columns = np.unique(table, axis=1)
-    group = (np.arange(len(table)) == len(table) - 1).astype(np.int64)
-    num_groups = 2
+    group = is_live.astype(np.int64)
+    group[-1] = 2  # no text leads from the dead state to a live one
+    num_groups = 0
     for _ in range(width):
         split = np.concatenate([group[:, None], group[columns]], axis=1)
         group = np.unique(split, axis=0, return_inverse=True)[1].reshape(-1)
-        if (num_now := group.max() + 1) == num_groups:
+        if (num_now := int(group.max()) + 1) == num_groups:
             break
         num_groups = num_now
     return group
 
 
-def _has_all_bytes(table: np.ndarray, vocabulary: Vocabulary) -> bool:
-    """Whether each byte that the automaton needs is a token: then every state can go on."""
-    first = vocabulary.trie.levels[0]
-    needed = np.flatnonzero((table != len(table) - 1).any(axis=0))
-    return bool(np.isin(needed, first.bytes[first.text >= 0]).all())
-
-
-def _reaches_end(table: np.ndarray, is_end: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
+def _live_states(table: np.ndarray, is_end: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
     """Whether tokens of the vocabulary lead from a state to an end, bool `[states]`."""
-    leads = np.zeros((len(table), len(table)), bool)  # by one token
-    for start in range(0, len(table), STATES_AT_ONCE):
-        states = np.arange(start, min(start + STATES_AT_ONCE, len(table)))
-        for origin, _, after in vocabulary.trie.walk(table, states):
-            leads[states[origin], after] = True
-    reaches = is_end.copy()
-    while (more := reaches | leads[:, reaches].any(axis=1)).sum() > reaches.sum():
-        reaches = more
-    return reaches
+    first = vocabulary.trie.levels[0]
+    is_live = _before(table[:, first.bytes[first.text >= 0]], is_end)
+    # Many vocabularies lack some bytes. Only where these matter do longer tokens decide.
+    others = np.flatnonzero(~is_live[:-1])
+    leads = [
+        (others[start + origin], after)
+        for start in range(0, len(others), STATES_AT_ONCE)
+        for origin, _, after in vocabulary.trie.walk(table, others[start : start + STATES_AT_ONCE])
+    ]
+    if leads:
+        sources, targets = (np.concatenate(each) for each in zip(*leads, strict=True))
+        while not is_live[found := sources[is_live[targets]]].all():
+            is_live[found] = True
+    return is_live
+
+
+def _before(next_states: np.ndarray, is_end: np.ndarray) -> np.ndarray:
+    """Whether a path through `next_states` `[states, n]` leads from a state to an end, bool `[states]`."""
+    is_before = is_end
+    while (more := is_before | is_before[next_states].any(axis=1)).sum() > is_before.sum():
+        is_before = more
+    return is_before.copy()

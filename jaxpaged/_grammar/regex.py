@@ -193,10 +193,10 @@ class _Parser:
         return Repeat(node, least, most)
 
     def bounds(self) -> tuple[int, int | None]:
-        text, _, rest = self.pattern[self.position + 1 :].partition("}")
+        text, brace, _ = self.pattern[self.position + 1 :].partition("}")
         low, comma, high = text.partition(",")
         numbers = [low, *([high] if high else [])]
-        if not all(number.isascii() and number.isdigit() for number in numbers) or len(text) > 20:
+        if not brace or len(text) > 20 or not all(number.isascii() and number.isdigit() for number in numbers):
             self.refuse("a { that begins no quantifier", "Escape it, or write {least}, {least,} or {least,most}")
         least = int(low)
         most = int(high) if high else None if comma else least

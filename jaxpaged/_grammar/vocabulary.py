@@ -1,6 +1,5 @@
 """The bytes of each token of a tokenizer."""
 
-import functools
 import hashlib
 import json
 import re
@@ -24,6 +23,7 @@ class Vocabulary:
             tokens, ids without a token, and tokens of more than `max_token_bytes` bytes.
         end_token_ids: the tokens that end an answer, sorted; a grammar allows them where the answer may end.
         fingerprint: a digest of the above: equal for vocabularies that share grammars.
+        trie: the bytes as a trie, for the compiler.
         recent: the most recent grammars, which are not compiled again.
     """
 
@@ -66,6 +66,7 @@ class Vocabulary:
         self.token_bytes = np.frombuffer(packed, np.uint8).reshape(len(kept), width)
         digest = hashlib.sha256(f"{len(kept)} {width} {ends}".encode() + self.token_lengths.tobytes() + packed)
         self.fingerprint = digest.hexdigest()
+        self.trie = Trie.create(self.token_bytes, self.token_lengths)
         self.recent = RecentGrammars(cache_bytes)
 
     @classmethod
@@ -98,11 +99,6 @@ class Vocabulary:
 
     def __repr__(self) -> str:
         return f"Vocabulary({len(self)} tokens, end_token_ids={self.end_token_ids})"
-
-    @functools.cached_property
-    def trie(self) -> Trie:
-        """The tokens' bytes as a trie, made when the first grammar is compiled."""
-        return Trie.create(self.token_bytes, self.token_lengths)
 
 
 def bytes_of_tokens(tokenizer: Any) -> list[bytes | None]:

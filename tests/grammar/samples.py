@@ -152,10 +152,9 @@ def random_tagged_union(rng, depth):
 
 def distances(grammar: Grammar) -> np.ndarray:
     """The least number of bytes from each state to an end."""
-    far = len(grammar.next_states)
-    distance = np.where(grammar.is_end, 0, far)
-    for _ in range(far):
-        distance = np.minimum(distance, distance[grammar.next_states].min(axis=1) + 1)
+    distance = np.where(grammar.is_end, 0, grammar.num_states)
+    while (shorter := np.minimum(distance, distance[grammar.next_states].min(axis=1) + 1)).sum() < distance.sum():
+        distance = shorter
     return distance
 
 

@@ -86,6 +86,27 @@ def test_a_vocabulary_without_all_bytes_never_gets_stuck():
         compile_regex("a|ce", vocabulary)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_masks_of_a_small_vocabulary_lead_to_an_end(seed):
+    rng = random.Random(seed)
+    tokens = [*rng.sample([token for token in TOKENS if token.isascii()], 60), "é".encode(), "😀".encode()[:1]]
+    pattern = random_regex(rng, 3)
+    reference = compile_regex(pattern, VOCABULARY)
+    by_token = np.array([[reference.walk(token, state) for token in tokens] for state in range(reference.num_states)])
+    reaches = reference.is_end.copy()
+    for _ in range(reference.num_states):
+        reaches |= reaches[by_token].any(axis=1)
+    vocabulary = Vocabulary([*tokens, None], [len(tokens)])
+    if not reaches[0]:
+        with pytest.raises(ValueError, match="can spell"):
+            compile_regex(pattern, vocabulary)
+        return
+    grammar = compile_regex(pattern, vocabulary)
+    for state in range(grammar.num_states):
+        allowed = np.flatnonzero(reaches[by_token[state]]).tolist() + [len(tokens)] * bool(grammar.is_end[state])
+        assert grammar.allowed_tokens(state).tolist() == allowed
+
+
 def language(node, texts):
     table, is_end = determinise(ByteNFA(node, 4096), 4096)
     return [text for text in texts if _accepts(table, is_end, text)]

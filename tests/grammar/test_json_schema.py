@@ -158,6 +158,34 @@ def test_the_unsupported_is_refused_by_name(schema, message):
         compile_json_schema(schema, VOCABULARY, max_depth=2)
 
 
+JUNK = [None, True, -1, 3.5, "x", [], {}, [None], [[]], {"a": 1}, "#/$defs/tree", [{"type": "string"}]]
+
+
+def places(part):
+    """Each dict and list within a schema, with its keys."""
+    if isinstance(part, dict | list):
+        keys = list(part) if isinstance(part, dict) else range(len(part))
+        yield from ((part, key) for key in keys)
+        for key in keys:
+            yield from places(part[key])
+
+
+def test_malformed_schemas_raise_value_errors():
+    num_refused = 0
+    for seed in range(300):
+        rng = random.Random(seed)
+        schema = random_schema(rng, 2)
+        if rng.random() < 0.5:
+            schema[rng.choice(["oneOf", "anyOf", "enum", "required", "items", "pattern", "type", "$ref"])] = None
+        part, key = rng.choice(list(places(schema)))
+        part[key] = rng.choice(JUNK)
+        try:
+            compile_json_schema(schema, VOCABULARY, max_depth=1)
+        except ValueError:
+            num_refused += 1
+    assert 100 < num_refused < 300
+
+
 def test_wide_recursion_is_refused_in_bounded_time():
     names = [f"p{i}" for i in range(8)]
     node = {"type": "object", "properties": {name: {"$ref": "#/$defs/n"} for name in names}}

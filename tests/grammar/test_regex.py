@@ -37,6 +37,39 @@ def test_texts_match_as_in_python():
     assert 0.3 < num_matches / num_texts < 0.8
 
 
+PIECES = [
+    *"ab01()[]{}|*+?.^$\\-:,<>=!é\n",
+    "(?:",
+    "[^",
+    "\\d",
+    "\\w",
+    "\\s",
+    "{1,2}",
+    "\\x41",
+    "\\]",
+    "(?",
+    "P<a>",
+    "a-c",
+]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_any_syntax_means_the_same_in_python_or_is_refused():
+    num_compiled = 0
+    for seed in range(3000):
+        rng = random.Random(seed)
+        pattern = "".join(rng.choices(PIECES, k=rng.randint(1, 9)))
+        try:
+            grammar = compile_regex(pattern, VOCABULARY)
+        except ValueError:
+            continue
+        num_compiled += 1
+        for _ in range(10):
+            text = "".join(rng.choices("ab01é\n-^$]}c:,<>A", k=rng.randint(0, 4)))
+            assert matches(grammar, text) == (re.fullmatch(pattern, text, re.ASCII) is not None), (pattern, text)
+    assert num_compiled > 500
+
+
 def test_schema_patterns_search_as_in_python():
     for seed in range(50):
         rng = random.Random(seed)

@@ -280,3 +280,16 @@ def several_gpus(points: Points) -> str:
             share = us(p["share"]) if "share" in p else ""
             rows.append([gpu, SEVERAL_GPUS[part], size, us(p["one"]), share, us(p["several"]), f"{p['speedup']:.2f}"])
     return table(("GPU", "what", "sequences x length", "one GPU", "its share", "two GPUs", "times as fast"), rows)
+
+
+def grammars(points: Points) -> str:
+    found = points("cpu/grammars")
+    small, large = sorted({int(name.split()[-2]) for name in found})
+    rows = []
+    for name in (name.removesuffix(f", {large} tokens") for name in found if name.endswith(f" {large} tokens")):
+        p, q = found[f"{name}, {small} tokens"], found[f"{name}, {large} tokens"]
+        times = (f"{p['seconds']:.2f}", f"{q['seconds']:.2f}")
+        sizes = (f"{q['nbytes'] / 1e6:.2f}", f"{q['nbytes'] / q['states'] / 1e3:.1f}")
+        rows.append([name, *times, f"{q['states']:,}", str(q["masks"]), *sizes])
+    heads = "answers", f"{small:,} tokens, s", f"{large:,} tokens, s", "states", "masks", "MB", "kB a state"
+    return table(heads, rows)

@@ -14,7 +14,7 @@ from benchmarks.figures import kernel_tables, slice_tables, system_tables
 from benchmarks.figures.cells import Points, machine
 from benchmarks.harness import RESULTS, ROOT
 
-NAMES = "performance", "cache", "memory_design", "engine_design", "several_gpus", "kernel", "gpus"
+NAMES = "performance", "cache", "memory_design", "engine_design", "several_gpus", "kernel", "gpus", "grammars"
 
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
 
@@ -55,6 +55,7 @@ TABLES: dict[str, Callable[[Points], str]] = {
     "drafts": system_tables.drafts,
     "text drafts": system_tables.text_drafts,
     "trainer logprobs": system_tables.trainer_logprobs,
+    "grammars": system_tables.grammars,
 }
 
 

@@ -1,5 +1,17 @@
-"""Grammars: an answer's language as arrays that a compiled step can read.
+"""Grammars: an answer's language as arrays that a compiled step can read. NumPy on the host.
 
-Read in this order: `records` (the result), `vocabulary`, `nodes`, `regex`, `characters`, `automaton`, `minimise`,
-`trie`, `masks`, `compile`.
+`public` compiles a text in these steps:
+
+1. A regex (`regex`), a JSON schema (`json_schema`) or a list of strings becomes a syntax tree (`nodes`).
+2. The tree becomes a byte automaton (`automaton`), and the smallest one (`minimise`).
+3. A walk along the trie of the vocabulary finds the allowed tokens of each state (`masks`).
+
+| file | contents |
+|---|---|
+| `records` | the compiled grammar |
+| `vocabulary`, `trie`, `recent` | the bytes of each token, the same as a trie, the grammars that are kept |
+| `nodes`, `characters` | syntax trees; sets of characters and their encodings |
+| `json_text`, `numbers`, `formats` | JSON values, bounded numbers and formats of strings as syntax trees |
+| `alternatives` | whether the options of a `oneOf` exclude each other |
+| `compile` | the steps 2 and 3 |
 """

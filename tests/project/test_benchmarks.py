@@ -22,6 +22,7 @@ from jaxpaged.ops import copy_blocks
 LATENT = "2/1 2x64 head_dim=576 latent=512 cache=float8_e4m3fn scale=token_head"
 TOYS = {
     "allocator.operations": "--toy --operations append 'match_prefix, free'",
+    "engine.grammars": "--toy",
     "engine.online": "--model toy --rates 50 100 --seconds 0.2",
     "engine.profile_slice": "--model toy --requests 9 --warm 1 --slices 2",
     "engine.rollout": "--model toy --prompts 3",

@@ -36,17 +36,16 @@ def _mask_rows(
     table: np.ndarray, states: np.ndarray, is_end: np.ndarray, is_live: np.ndarray, vocabulary: Vocabulary
 ) -> np.ndarray:
     """The masks of some states, uint32 `[len(states), ceil(vocab / 32)]`."""
-    words = -(-len(vocabulary) // 32)
+    trie, words = vocabulary.trie, -(-len(vocabulary) // 32)
     masks = np.empty((len(states), words), np.uint32)
-    tokens = np.flatnonzero(vocabulary.token_lengths)
-    texts = vocabulary.trie.text_of_token[tokens]
+    text_of_bit = np.full(words * 32, -1, np.int32)
+    text_of_bit[: len(vocabulary)] = trie.text_of_token
     for start in range(0, len(states), STATES_AT_ONCE):
         some = states[start : start + STATES_AT_ONCE]
-        allows_text = np.zeros((len(some), vocabulary.trie.num_texts), bool)
-        for origin, text, after in vocabulary.trie.walk(table, some):
+        allows_text = np.zeros((len(some), trie.num_texts + 1), bool)  # the last: no text
+        for origin, text, after in trie.walk(table, some):
             allows_text[origin, text] = is_live[after]
-        allows = np.zeros((len(some), words * 32), bool)
-        allows[:, tokens] = allows_text[:, texts]
+        allows = np.take(allows_text, text_of_bit, axis=1)
         allows[:, list(vocabulary.end_token_ids)] = is_end[some, None]
         masks[start : start + len(some)] = np.packbits(allows, axis=1, bitorder="little").view("<u4")
     return masks

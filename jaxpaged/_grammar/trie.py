@@ -78,19 +78,20 @@ class Trie:
         Yields:
             For each length of texts: the index of the start, the text, and the state after it.
         """
-        dead = len(table) - 1
-        origin, state = np.arange(len(starts)), starts
+        dead, next_states = len(table) - 1, table.ravel()
+        origin, row = np.arange(len(starts)), starts * 256
         child = np.zeros(len(starts), np.int64)
         size = np.full(len(starts), len(self.levels[0].bytes))
         for level in self.levels:
             # Every pair of a start and a node has one pair for each child of the node.
             pair = np.repeat(np.arange(len(size)), size)
             node = np.arange(len(pair)) + (child - np.cumsum(size) + size)[pair]
-            after = table[state[pair], level.bytes[node]]
-            lives = after != dead
-            node, state, origin = node[lives], after[lives], origin[pair[lives]]
+            after = next_states[row[pair] + level.bytes[node]]
+            lives = np.flatnonzero(after != dead)
+            node, after, origin = node[lives], after[lives], origin[pair[lives]]
             text = level.text[node]
-            is_text = text >= 0
-            yield origin[is_text], text[is_text], state[is_text]
+            is_text = np.flatnonzero(text >= 0)
+            yield origin[is_text], text[is_text], after[is_text]
             child = level.first_child[node]
             size = level.first_child[node + 1] - child
+            row = after.astype(np.int64) * 256

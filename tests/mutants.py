@@ -48,6 +48,7 @@ DRAFTING, DRAFTS = "jaxpaged/_slice/drafting.py", "tests/engine/test_drafts.py"
 HOST_TIER = "jaxpaged/_engine/host_tier/tier.py"
 SCORING = "jaxpaged/_slice/scoring.py"
 LATENT = "pallas_kernels/latent/kernel.py"
+GRAMMAR_MASKS = "jaxpaged/_grammar/masks.py"
 XLA_TILES, TREE, RUNS = (f"jaxpaged/_attention/{name}.py" for name in ("xla_tiles", "tree", "runs"))
 SHARED_PREFIX, PACKED_OPTIONS = (
     "jaxpaged/_attention/shared_prefix.py",
@@ -657,6 +658,38 @@ MUTANTS = (
         "seen = tokens < self.length",
         "seen = tokens <= self.length",
         "tests/kernels/test_paged_decode.py::test_options and plain and not partitions",
+        "masks",
+    ),
+    Mutant(
+        "grammar: states share masks too soon",
+        GRAMMAR_MASKS,
+        "np.concatenate([group[:, None], group[columns]], axis=1)",
+        "group[columns]",
+        "tests/grammar/test_grammar.py::tokens_that_lead",
+        "masks",
+    ),
+    Mutant(
+        "grammar: a token leads into a dead end",
+        GRAMMAR_MASKS,
+        "allows_text[origin, text] = is_live[after]",
+        "allows_text[origin, text] = True",
+        "tests/grammar/test_grammar.py::small_vocabulary",
+        "masks",
+    ),
+    Mutant(
+        "grammar: an end is no end",
+        "jaxpaged/_grammar/minimise.py",
+        "for states in (is_end, ~is_end) if states.any()",
+        "for states in (is_end | ~is_end,)",
+        "tests/grammar/test_regex.py::match_as_in_python",
+        "endings",
+    ),
+    Mutant(
+        "grammar: a surrogate has an encoding",
+        "jaxpaged/_grammar/characters.py",
+        "taken = union([*ranges, SURROGATES])",
+        "taken = union(ranges)",
+        "tests/grammar/test_regex.py::encodings",
         "masks",
     ),
 )

@@ -52,6 +52,15 @@ KEYWORDS = {
     "boolean": set(),
     "null": set(),
 }
+# Keywords that say what a value is without `type`, and the keywords that may be next to them.
+WITHOUT_TYPE: dict[str, set[str]] = {
+    "$ref": set(),
+    "enum": {"type"},
+    "const": {"type"},
+    "anyOf": set(),
+    "oneOf": set(),
+    "allOf": set(),
+}
 MAX_NESTING = 64
 MAX_PARTS = 20_000
 
@@ -79,6 +88,9 @@ class SchemaReader:
             "object": self._object,
             "boolean": lambda schema, place: BOOLEAN,
             "null": lambda schema, place: NULL,
+            "$ref": self._reference,
+            **dict.fromkeys(("enum", "const"), self._constants),
+            **dict.fromkeys(("anyOf", "oneOf", "allOf"), self._options),
         }
 
     def read(self) -> Node:
@@ -118,19 +130,10 @@ class SchemaReader:
             return NOTHING
         if not isinstance(schema, dict):
             raise ValueError(f"A JSON schema is an object or a bool; got {schema!r} at {place!r}.")
-        for keyword, reader in {
-            "$ref": self._reference,
-            "enum": self._constants,
-            "const": self._constants,
-            "anyOf": self._options,
-            "oneOf": self._options,
-            "allOf": self._options,
-        }.items():
+        for keyword, neighbours in WITHOUT_TYPE.items():
             if keyword in schema:
-                self._check_keywords(
-                    schema, place, {keyword, *(["type"] if reader == self._constants else [])}, keyword
-                )
-                return reader(schema, place)
+                self._check_keywords(schema, place, {keyword, *neighbours}, keyword)
+                return self._readers[keyword](schema, place)
         types = self._types(schema, place)
         if not types:
             self._check_keywords(schema, place, set(), "")

@@ -14,7 +14,7 @@ NUM_REGEXES, NUM_TOKENS = 1000, 12
 
 
 class ByteTokenizer:
-    """What llguidance needs to know of a tokenizer."""
+    """The interface of a tokenizer that llguidance expects."""
 
     eos_token_id = END
     bos_token_id = None

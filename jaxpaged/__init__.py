@@ -22,8 +22,9 @@ from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._cache.layers import CacheLayer
 from jaxpaged._engine.engine import Engine
 from jaxpaged._engine.generate import generate
-from jaxpaged._engine.records import Completion, EngineStats, RequestOutput, SamplingParams, Score
+from jaxpaged._engine.records import Completion, EngineStats, RequestOutput, Score
 from jaxpaged._engine.rollouts import Rollout
+from jaxpaged._engine.sampling_params import SamplingParams
 from jaxpaged._flax.attention import AttentionSettings
 from jaxpaged._flax.latent_attention import LatentSettings
 from jaxpaged._flax.lora import lora

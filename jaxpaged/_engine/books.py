@@ -13,8 +13,9 @@ import numpy as np
 
 from jaxpaged._engine.host_tier.tier import Moves
 from jaxpaged._engine.interrupts import Latch, without_interrupts
-from jaxpaged._engine.records import RequestOutput, SamplingParams
+from jaxpaged._engine.records import RequestOutput
 from jaxpaged._engine.requests import FINISH_REASONS, CompletionState, make_output, make_rows, new_scores, new_tokens
+from jaxpaged._engine.sampling_params import SamplingParams
 from jaxpaged._scheduler.records import RequestStatus, SubmitStatus
 from jaxpaged._slice.state import Report
 

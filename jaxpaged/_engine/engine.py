@@ -15,10 +15,11 @@ from jaxpaged._engine.books import Books
 from jaxpaged._engine.defaults import resolve_options
 from jaxpaged._engine.inputs import bytes_on_a_device, own
 from jaxpaged._engine.progress_bar import ProgressBar
-from jaxpaged._engine.records import EngineStats, RequestOutput, SamplingParams, Score
+from jaxpaged._engine.records import EngineStats, RequestOutput, Score
 from jaxpaged._engine.requests import check_vocabulary, checked_prompt, checked_request, params_for_each
 from jaxpaged._engine.rollouts import Collector, Rollout
 from jaxpaged._engine.runner import Runner
+from jaxpaged._engine.sampling_params import SamplingParams
 from jaxpaged._slice.drafting import Draft, check_draft
 from jaxpaged._slice.model import Apply, ApplyHead
 from jaxpaged._slice.options import EngineOptions

@@ -11,8 +11,9 @@ from jax.typing import DTypeLike
 
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._engine.engine import DEFAULTS, Engine
-from jaxpaged._engine.records import RequestOutput, SamplingParams
+from jaxpaged._engine.records import RequestOutput
 from jaxpaged._engine.requests import checked_prompt, params_for_each
+from jaxpaged._engine.sampling_params import SamplingParams
 from jaxpaged._integers import checked_size
 from jaxpaged._slice.drafting import Draft
 from jaxpaged._slice.model import Apply, ApplyHead

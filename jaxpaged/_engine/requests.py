@@ -11,7 +11,8 @@ import jax
 import numpy as np
 
 from jaxpaged._allocator.state import most_blocks
-from jaxpaged._engine.records import Completion, RequestOutput, SamplingParams, Score
+from jaxpaged._engine.records import Completion, RequestOutput, Score
+from jaxpaged._engine.sampling_params import SamplingParams
 from jaxpaged._scheduler.records import Requests, RequestStatus, Sampling
 from jaxpaged._slice.options import ResolvedOptions
 from jaxpaged._slice.sampling import TopLogprobs

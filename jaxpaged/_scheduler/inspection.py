@@ -42,6 +42,7 @@ def broken_invariants(scheduler: SchedulerState, allocator: BlockAllocator) -> t
             "free_seats_hold_no_tokens": not lengths[~is_seated & (left == num_requests)].any(),
             "what_is_computed_is_known": (lengths[is_seated] <= known[seated]).all(),
             "the_live_may_grow": ((known >= 1) & (known < limits) & (limits <= max_length))[live].all(),
+            "prompts_are_known": ((scheduler.prompt_lengths >= 1) & (scheduler.prompt_lengths <= known))[live].all(),
             "the_live_fit_the_pool": (num_blocks <= allocator.block_tables.shape[-1]).all()
             and all(n < allocator.num_blocks for n in most),
             "ranks_are_places_in_the_order": (scheduler.ranks[order] == np.arange(num_requests)).all(),

@@ -34,6 +34,7 @@ class Scheduler(SchedulerState):
     Attributes:
         tokens: int32 `[requests, max_length]`, the known tokens of each request, from the start of its row.
         num_known: int32 `[requests]`, the number of known tokens.
+        prompt_lengths: int32 `[requests]`, the number of tokens in each prompt as submitted.
         limits: int32 `[requests]`, the most known tokens: the prompt and the new tokens requested.
         stop_ids: int32 `[requests, num_stop_ids]`, tokens that end the request; -1: none.
         sampling: how to sample for each request.
@@ -131,6 +132,7 @@ class Scheduler(SchedulerState):
         return cls(
             tokens=full(max_requests, max_length),
             num_known=full(max_requests),
+            prompt_lengths=full(max_requests),
             limits=full(max_requests),
             stop_ids=full(max_requests, num_stop_ids, value=-1),
             sampling=Sampling.create(max_requests),

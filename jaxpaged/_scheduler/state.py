@@ -64,6 +64,7 @@ class SchedulerState:
 
     tokens: jax.Array
     num_known: jax.Array
+    prompt_lengths: jax.Array
     limits: jax.Array
     stop_ids: jax.Array
     sampling: Sampling

@@ -86,6 +86,7 @@ def submit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, new: Requ
         scheduler,
         tokens=place(scheduler.tokens, prompts),
         num_known=place(scheduler.num_known, new.prompt_lengths),
+        prompt_lengths=place(scheduler.prompt_lengths, new.prompt_lengths),
         limits=place(scheduler.limits, new.prompt_lengths + new.max_new_tokens),
         stop_ids=place(scheduler.stop_ids, new.stop_ids),
         sampling=jax.tree.map(place, scheduler.sampling, new.sampling),

@@ -9,6 +9,7 @@ from tests.allocator_model import Model
 @dataclasses.dataclass
 class Request:
     tokens: list[int]
+    prompt_length: int
     limit: int
     stop_ids: list[int]
     key: int
@@ -73,7 +74,7 @@ class SchedulerModel:
         if not free:
             return self.max_requests, SubmitStatus.QUEUE_FULL
         key = self.key(self.next_arrival, head_start)
-        self.requests[free[0]] = Request(list(prompt), limit, stop_ids, key, self.next_arrival, adapter)
+        self.requests[free[0]] = Request(list(prompt), len(prompt), limit, stop_ids, key, self.next_arrival, adapter)
         self.next_arrival += 1
         return free[0], SubmitStatus.ACCEPTED
 

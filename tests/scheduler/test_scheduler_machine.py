@@ -206,6 +206,7 @@ class Twins:
             assert scheduler.statuses[i] == (request.status if request else RequestStatus.FREE)
             if request:
                 assert scheduler.tokens[i, : scheduler.num_known[i]].tolist() == request.tokens
+                assert scheduler.prompt_lengths[i] == request.prompt_length
         assert [None if i == model.max_requests else i for i in scheduler.seated] == model.seats
         assert allocator.lengths.tolist() == model.pool.lengths
         blocks = [table[table > 0].tolist() for table in allocator.block_tables]

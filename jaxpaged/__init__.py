@@ -30,6 +30,7 @@ from jaxpaged._flax.latent_attention import LatentSettings
 from jaxpaged._flax.lora import lora
 from jaxpaged._publish import publish as _publish
 from jaxpaged._rotary_frequencies import rotary_attention_factor, rotary_frequencies
+from jaxpaged._slice.logits_context import LogitsContext
 from jaxpaged._slice.options import EngineOptions
 from jaxpaged._version import __version__ as __version__
 
@@ -46,6 +47,7 @@ __all__ = [
     "KVCache",
     "LatentSettings",
     "LayerGroups",
+    "LogitsContext",
     "PrefixCache",
     "RequestOutput",
     "Rollout",

@@ -21,8 +21,9 @@ from jaxpaged._engine.rollouts import Collector, Rollout
 from jaxpaged._engine.runner import Runner
 from jaxpaged._engine.sampling_params import SamplingParams
 from jaxpaged._slice.drafting import Draft, check_draft
-from jaxpaged._slice.model import Apply, ApplyHead
+from jaxpaged._slice.model import Apply, ApplyHead, Functions
 from jaxpaged._slice.options import EngineOptions
+from jaxpaged._slice.process_logits import ProcessLogits
 
 DEFAULTS = EngineOptions()
 
@@ -57,6 +58,11 @@ class Engine:
             `[max_num_seqs, ...]`. Returns int32 `[max_num_seqs, num_speculative_tokens]`; the first -1 ends a request's
             drafts. None: prompt lookup, which drafts what followed an earlier occurrence of the newest tokens, in the
             request or in another of its completions.
+        process_logits: `logits = process_logits(logits, context)`, a function that changes the logits, float32 `[rows,
+            vocab]`, from which new tokens are drawn. It is traced into the program and runs after penalties and the
+            other parameters of `SamplingParams`. `context` is a `LogitsContext`: the tokens of each sequence, and the
+            sequence of each row. A row of the result may depend only on the same row of the logits and on its own
+            sequence. Scored tokens always see the model's logits.
         options: sizes and features. By default the engine chooses its sizes.
 
     Raises:
@@ -75,6 +81,7 @@ class Engine:
         *,
         head: ApplyHead | None,
         draft: Draft | None = None,
+        process_logits: ProcessLogits | None = None,
         options: EngineOptions = DEFAULTS,
     ):
         weights = own(weights)
@@ -82,10 +89,13 @@ class Engine:
             raise ValueError(f"options must be EngineOptions; got {options!r}.")
         resolved = resolve_options(options, caches, bytes_on_a_device(weights))
         check_draft(draft, resolved)
+        if process_logits is not None and not callable(process_logits):
+            raise ValueError(f"process_logits must be a function of logits and context; got {process_logits!r}.")
+        functions = Functions(apply, head, draft, process_logits)
         check_new_gpu()
         self._options = resolved
         self._books = Books(max_requests=resolved.max_requests, seed=resolved.seed, num_adapters=resolved.num_adapters)
-        self._runner = Runner(apply, head, weights, caches, draft, resolved, self._books)
+        self._runner = Runner(functions, weights, caches, resolved, self._books)
 
     @property
     def has_unfinished_requests(self) -> bool:

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from jaxpaged._cache.kv_cache import KVCache
 from jaxpaged._engine.engine import DEFAULTS, Engine
+from jaxpaged._engine.logit_params import num_listed
 from jaxpaged._engine.records import RequestOutput
 from jaxpaged._engine.requests import checked_prompt, params_for_each
 from jaxpaged._engine.sampling_params import SamplingParams
@@ -18,6 +19,7 @@ from jaxpaged._integers import checked_size
 from jaxpaged._slice.drafting import Draft
 from jaxpaged._slice.model import Apply, ApplyHead
 from jaxpaged._slice.options import EngineOptions
+from jaxpaged._slice.process_logits import ProcessLogits
 
 MOST_AT_ONCE, MOST_CHUNK_TOKENS = 64, 256
 
@@ -35,6 +37,7 @@ def generate(
     dtype: DTypeLike = jnp.bfloat16,
     block_size: int = 16,
     draft: Draft | None = None,
+    process_logits: ProcessLogits | None = None,
     options: EngineOptions = DEFAULTS,
     progress: bool = False,
 ) -> list[RequestOutput]:
@@ -56,8 +59,10 @@ def generate(
         dtype: dtype of the caches.
         block_size: tokens in a block.
         draft: as in `Engine`.
+        process_logits: as in `Engine`.
         options: options of the engine. Sizes that are None follow from the prompts and params, and so do larger
-            `num_stop_ids` and `max_logprobs`, and a prefix cache for `n` completions.
+            `num_stop_ids`, `num_listed_tokens`, `num_logits_ints`, `num_logits_floats` and `max_logprobs`, and a prefix
+            cache for `n` completions.
         progress: draw a progress bar on stderr.
 
     Returns:
@@ -97,6 +102,9 @@ def generate(
         max_model_len=max_model_len,
         chunk_tokens=options.chunk_tokens or max(1, min(MOST_CHUNK_TOKENS, sum(lengths))),
         num_stop_ids=max(options.num_stop_ids, *(len(request.stop_token_ids) for request in each)),
+        num_listed_tokens=max(options.num_listed_tokens, *map(num_listed, each)),
+        num_logits_ints=max(options.num_logits_ints, *(len(request.logits_ints) for request in each)),
+        num_logits_floats=max(options.num_logits_floats, *(len(request.logits_floats) for request in each)),
         max_logprobs=max(options.max_logprobs, *(request.top_logprobs for request in each)),
         # A prompt of n completions is computed once.
         prefix_cache=options.prefix_cache or any(request.n > 1 for request in each),
@@ -111,5 +119,5 @@ def generate(
         )
         for _ in range(num_layers)
     )
-    engine = Engine(apply, weights, caches, head=head, draft=draft, options=options)
+    engine = Engine(apply, weights, caches, head=head, draft=draft, process_logits=process_logits, options=options)
     return engine.generate(prompts, each, progress=progress)

@@ -21,9 +21,8 @@ from jaxpaged._engine.on_mesh import on_each_device, replicate, whole_beside
 from jaxpaged._engine.requests import make_inbox
 from jaxpaged._engine.room import keep_room
 from jaxpaged._memory import MORE_MEMORY, check_memory
-from jaxpaged._slice.drafting import Draft
 from jaxpaged._slice.kinds import Kind, make_kinds
-from jaxpaged._slice.model import Apply, ApplyHead, Setup, apply_model
+from jaxpaged._slice.model import Functions, Setup, apply_model
 from jaxpaged._slice.options import ResolvedOptions
 from jaxpaged._slice.packing import num_words, pack
 from jaxpaged._slice.run_slice import make_report, run_packed
@@ -58,13 +57,7 @@ class Program:
 
 
 def first_state(
-    apply: Apply,
-    head: ApplyHead | None,
-    weights: Any,
-    caches: Any,
-    draft: Draft | None,
-    mesh: Mesh | None,
-    options: ResolvedOptions,
+    functions: Functions, weights: Any, caches: Any, mesh: Mesh | None, options: ResolvedOptions
 ) -> tuple[Setup, Any, State]:
     """The setup of all slices, the weights on the mesh of the caches, and a state without requests."""
     shares = options.prefix_cache and not options.batch_invariant and options.windows == (None,)
@@ -76,13 +69,15 @@ def first_state(
         least_saved_reads=chosen_least_saved_reads(caches) if shares else None,
         cost=functools.partial(step_cost, is_gpu=options.is_gpu) if options.num_speculative_tokens else None,
     )
+    head, draft = functions.head, functions.draft
     setup = Setup(
-        jax.jit(functools.partial(apply_model, apply), inline=True),
+        jax.jit(functools.partial(apply_model, functions.apply), inline=True),
         # The partial is hashable even if `head` is not.
         None if head is None else jax.jit(functools.partial(head), inline=True),
         kinds,
         options,
         draft,
+        functions.process_logits,
         # A batch-invariant engine always computes all rows, so that drafts are free.
         row_cost=math.inf if options.batch_invariant else step_cost(0, is_gpu=options.is_gpu),
     )

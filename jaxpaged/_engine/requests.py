@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxpaged._allocator.state import most_blocks
+from jaxpaged._engine.logit_params import check_logit_params, logit_params_in_rows
 from jaxpaged._engine.records import Completion, RequestOutput, Score
 from jaxpaged._engine.sampling_params import SamplingParams
 from jaxpaged._scheduler.records import Requests, RequestStatus, Sampling
@@ -169,6 +170,7 @@ def checked_request(
             f"top_logprobs must be at most the engine's {max_logprobs=}; got top_logprobs={params.top_logprobs}. Make "
             "the engine with a larger max_logprobs."
         )
+    check_logit_params(params, options)
     return tokens, params
 
 
@@ -227,6 +229,7 @@ def make_inbox(
         ),
         families=column([row.request_id % 2**31 for row in rows]),
         spans=np.zeros((num_rows, 2), np.int32),
+        logit_params=logit_params_in_rows([row.params for row in rows], options, num_rows),
         aborts=np.zeros(options.max_requests, np.bool_),
         forgets=forgets,
         wants_logprobs=np.asarray(wants_logprobs),

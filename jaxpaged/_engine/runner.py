@@ -25,8 +25,7 @@ from jaxpaged._engine.records import EngineStats
 from jaxpaged._engine.requests import MOST_ARRIVALS
 from jaxpaged._engine.rollouts import Collector
 from jaxpaged._integers import checked_size, checked_tuple
-from jaxpaged._slice.drafting import Draft
-from jaxpaged._slice.model import Apply, ApplyHead
+from jaxpaged._slice.model import Functions
 from jaxpaged._slice.options import ResolvedOptions
 from jaxpaged._slice.packing import pack, unpack
 from jaxpaged._slice.pytrees import difference
@@ -56,20 +55,11 @@ class Runner:
         counts: the stats as of the last slice that was read.
     """
 
-    def __init__(
-        self,
-        apply: Apply,
-        head: ApplyHead | None,
-        weights: Any,
-        caches: Any,
-        draft: Draft | None,
-        options: ResolvedOptions,
-        books: Books,
-    ):
+    def __init__(self, functions: Functions, weights: Any, caches: Any, options: ResolvedOptions, books: Books):
         self.books, self.options = books, options
         self.mesh = find_mesh(caches)
         check_host_tier(options)
-        setup, weights, state = first_state(apply, head, weights, caches, draft, self.mesh, options)
+        setup, weights, state = first_state(functions, weights, caches, self.mesh, options)
         self.kinds = setup.kinds
         self.weights, self.state_of_slice = weights, state
         self.tier: HostTier | None = None

@@ -12,11 +12,22 @@ from jaxpaged._cache.kv_cache import caches_in
 from jaxpaged._slice.drafting import Draft
 from jaxpaged._slice.kinds import Kind
 from jaxpaged._slice.options import ResolvedOptions
+from jaxpaged._slice.process_logits import ProcessLogits
 from jaxpaged._slice.pytrees import difference, in_same_containers
 
 # Weights, tokens, positions, caches and the step: the new caches, hidden states, and optionally `aux`.
 Apply = Callable[[Any, jax.Array, jax.Array, Any, AttentionStep], tuple[Any, ...]]
 ApplyHead = Callable[[Any, Any], jax.Array]  # weights and hidden states of some rows: logits [rows, vocab]
+
+
+@dataclasses.dataclass(frozen=True)
+class Functions:
+    """The caller's functions, as the arguments of `Engine` describe them."""
+
+    apply: Apply
+    head: ApplyHead | None
+    draft: Draft | None = None
+    process_logits: ProcessLogits | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +39,7 @@ class Setup:
     kinds: tuple[Kind, ...]
     options: ResolvedOptions
     draft: Draft | None = None
+    process_logits: ProcessLogits | None = None
     row_cost: float = 0.0  # time of a step without rows, as in `Kind.cost`
     aux: Any = None  # shapes and dtypes of a token's `aux`
 

@@ -16,7 +16,8 @@ LEAST = {  # lower bounds of the int fields
     **dict.fromkeys(
         ("vocab_size", "max_num_seqs", "max_model_len", "chunk_tokens", "max_requests", "steps_per_slice"), 1
     ),
-    **dict.fromkeys(("num_stop_ids", "num_adapters", "num_speculative_tokens", "max_logprobs", "seed"), 0),
+    **dict.fromkeys(("num_stop_ids", "num_listed_tokens", "num_logits_ints", "num_logits_floats"), 0),
+    **dict.fromkeys(("num_adapters", "num_speculative_tokens", "max_logprobs", "seed"), 0),
 }
 MAY_BE_NONE = {name for name, least in LEAST.items() if least}
 
@@ -39,6 +40,10 @@ class EngineOptions:
         steps_per_slice: the steps between two reports to the host. New requests and aborts wait for the end of a slice.
             None: the number of steps that read 12 GB of weights (0.8 GB on a CPU), at most 16.
         num_stop_ids: the most stop tokens of a request.
+        num_listed_tokens: the most tokens that a request lists in `logit_bias`, `allowed_token_ids` and `bad_words`
+            together. Each needs 8 bytes for each of `max_requests` on the device.
+        num_logits_ints: the most `logits_ints` of a request, numbers for `process_logits`.
+        num_logits_floats: the most `logits_floats` of a request.
         num_adapters: the number of adapters of the model. Requests select one by its index. `apply` finds the adapter
             of each token in `step.adapters` (`docs/engine.md`).
         windows: the window of each group of layers, or None, as in `BlockAllocator.create`. With several groups, the
@@ -53,8 +58,9 @@ class EngineOptions:
             step then has `max_num_seqs + chunk_tokens` rows, and attention one partition (`docs/engine.md` has the
             cost).
         processed_logprobs: return the logprobs of new tokens under the distribution that they are drawn from, after
-            temperature, `top_k` and `top_p`; vLLM's `logprobs_mode="processed_logprobs"`. Logprobs of greedy tokens, of
-            prompts and of `score` are always the model's.
+            penalties and other changes of the logits, temperature, `top_k` and `top_p`; vLLM's
+            `logprobs_mode="processed_logprobs"`. Those of greedy tokens are taken before temperature, `top_k` and
+            `top_p`. Logprobs of prompts and of `score` are always the model's.
         max_logprobs: the most `top_logprobs` of a request. If it is not 0, a step in which a request wants logprobs
             finds the `max_logprobs` most likely tokens of each row.
         seed: seeds the requests that have no seed.
@@ -72,6 +78,9 @@ class EngineOptions:
     max_requests: int | None = None
     steps_per_slice: int | None = None
     num_stop_ids: int = 4
+    num_listed_tokens: int = 300
+    num_logits_ints: int = 0
+    num_logits_floats: int = 0
     num_adapters: int = 0
     windows: Sequence[int | None] = (None,)
     prefix_cache: bool = False

@@ -36,9 +36,15 @@ def run_slice(setup: Setup, weights: Any, state: State, inbox: Inbox) -> tuple[S
     if scheduler.prefixes is not None:
         scheduler = scheduler.forget_prefixes(inbox.forgets)
     scheduler, request_ids, submit_statuses = scheduler.submit(allocator, inbox.requests)
-    spans = state.spans.at[request_ids].set(inbox.spans, mode="drop")
+    spans, logit_params = jax.tree.map(
+        lambda old, new: old.at[request_ids].set(new, mode="drop"),
+        (state.spans, state.logit_params),
+        (inbox.spans, inbox.logit_params),
+    )
     drafting = None if state.drafting is None else state.drafting.reset(request_ids, jnp.asarray(inbox.families))
-    state = dataclasses.replace(state, scheduler=scheduler, allocator=allocator, spans=spans, drafting=drafting)
+    state = dataclasses.replace(
+        state, scheduler=scheduler, allocator=allocator, spans=spans, logit_params=logit_params, drafting=drafting
+    )
 
     steps = [
         functools.partial(one_step, setup, weights, wants_logprobs=inbox.wants_logprobs, index=i)

@@ -72,6 +72,7 @@ def sample(
     wants_logprobs: jax.Array,
     given: jax.Array | int = -1,
     *,
+    model_logits: jax.Array | None = None,
     is_processed: bool = False,
     num_top_logprobs: int = 0,
 ) -> Drawn:
@@ -84,8 +85,10 @@ def sample(
             seed.
         wants_logprobs: bool `[]`. Otherwise the logprobs and the most likely tokens are 0.
         given: int32 `[seats]`, tokens whose logprobs are returned instead; -1: the next token.
-        is_processed: the logprobs of drawn tokens, not of greedy or given ones, come from the distribution that is
-            drawn from. By default they are the model's, before temperature, top_k, min_p and top_p.
+        model_logits: `[seats, vocab]`, the model's, if `logits` were changed. Rows of given tokens must be equal. None:
+            `logits`.
+        is_processed: the logprobs of drawn tokens come from the distribution that is drawn from, those of greedy tokens
+            from `logits`. By default all are the model's, before temperature, top_k, min_p and top_p.
         num_top_logprobs: the number of most likely tokens.
 
     Returns:
@@ -98,11 +101,15 @@ def sample(
     # A branch over logits copies no cache, and a greedy step costs one pass over them.
     tokens = lax.cond(is_drawn.any(), lambda: jnp.where(is_drawn, draw.tokens(), most_likely), lambda: most_likely)
 
+    unchanged = logits if model_logits is None else model_logits
+
     def logprobs() -> jax.Array:
         own = jnp.where(given >= 0, given, tokens)
-        return draw.logprobs(own, is_drawn & (given < 0)) if is_processed else logprobs_of(logits, own, best)
+        if is_processed:
+            return draw.logprobs(own, is_drawn & (given < 0))
+        return logprobs_of(unchanged, own, best if model_logits is None else None)
 
-    return tokens, *if_wanted(wants_logprobs, logprobs, logits, num_top_logprobs)
+    return tokens, *if_wanted(wants_logprobs, logprobs, unchanged, num_top_logprobs)
 
 
 def score(logits: jax.Array, given: jax.Array, wants_logprobs: jax.Array, *, num_top_logprobs: int = 0) -> Drawn:
@@ -152,9 +159,10 @@ def logits_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     return jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0].astype(jnp.float32)
 
 
-def logprobs_of(logits: jax.Array, tokens: jax.Array, best: jax.Array) -> jax.Array:
-    """The model's logprob of each seat's token, float32 `[seats]`. `best`: each seat's largest logit."""
+def logprobs_of(logits: jax.Array, tokens: jax.Array, best: jax.Array | None = None) -> jax.Array:
+    """The model's logprob of each seat's token, float32 `[seats]`. `best`: each seat's largest logit, if known."""
     chosen, wide = logits_of(logits, tokens), logits.astype(jnp.float32)
+    best = wide.max(axis=-1) if best is None else best
     return chosen - best - jnp.log(jnp.exp(wide - best[:, None]).sum(axis=-1))
 
 

@@ -23,6 +23,7 @@ from jaxpaged._scheduler.scheduler import Scheduler
 from jaxpaged._slice.kinds import Kind
 from jaxpaged._slice.model import Setup
 from jaxpaged._slice.options import ResolvedOptions
+from jaxpaged._slice.process_logits import Processing
 from jaxpaged._slice.sampling import Drawn, TopLogprobs, sample, score
 
 MOST_GROUPS = 4  # each is compiled separately: in a loop the host would start each iteration
@@ -133,21 +134,22 @@ def drawn_rows(step: StepPlan, kind: Kind, *, num_drafts: int) -> jax.Array:
 def score_and_sample(
     head: Head,
     options: ResolvedOptions,
-    scheduler: Scheduler,
+    processing: Processing,
     spans: jax.Array,  # int32 [requests, 2], where the scored tokens of each request begin and end
-    step: StepPlan,
     kind: Kind,
     wants_logprobs: jax.Array,
 ) -> tuple[Drawn, Scores]:
     """The next token of each seat, `[seats]`, and the scores of the step's rows.
 
-    Where the next token is one to score, it is the given one, and nothing is sampled. A kind of step that draws at
+    Where the next token is one to score, it is the given one, and nothing is sampled. Scores are the model's: only rows
+    to sample from are processed. A kind of step that draws at
     every row returns `[seats, drafts + 1]` instead: the tokens after a seat's last known token and after each of its
     drafts.
     """
+    scheduler, step = processing.scheduler, processing.step
     rows = Rows.create(step, kind, scheduler, spans)
     how: Any = dict(wants_logprobs=wants_logprobs, num_top_logprobs=options.max_logprobs)
-    draw = functools.partial(sample, is_processed=options.processed_logprobs, **how)
+    draw = functools.partial(processing.draw, functools.partial(sample, is_processed=options.processed_logprobs, **how))
     if not kind.is_mixed or kind.draws_all:
         return _by_row(head, scheduler, step, kind, rows, draw)
     judge = functools.partial(score, **how)
@@ -159,7 +161,7 @@ def _by_row(
 ) -> tuple[Drawn, Scores]:
     """Samples or scores every row."""
     sampling = rows_of(step.sampling, step.seats) if kind.is_by_row else step.sampling
-    tokens, logprobs, top_logprobs = draw(head(None), sampling, rows.positions, given=rows.given)
+    tokens, logprobs, top_logprobs = draw(head(None), step.seats, sampling, rows.positions, rows.given)
     scores = Scores(rows.request_ids, rows.positions, logprobs, tokens == rows.given, top_logprobs)
     drawn = jnp.where(rows.is_scored, rows.given, tokens), logprobs, top_logprobs
 
@@ -187,9 +189,10 @@ def _by_group(
     size, index = group_size(kind), jnp.arange(kind.width, dtype=jnp.int32)
     scored = first_marked(index, rows.is_scored, size=num_scored(kind), fill_value=kind.width)
     last, sampling = jax.tree.map(lambda x: jnp.pad(x, (0, size - len(x))), (step.last, step.sampling))
+    seats = jnp.arange(size, dtype=jnp.int32)  # more than there are: padding
 
     def draw_group(group: jax.Array) -> Drawn:
-        return draw(head(group), sampling, rows.positions[group], given=rows.given[group])
+        return draw(head(group), seats, sampling, rows.positions[group], rows.given[group])
 
     def score_group(group: jax.Array) -> Drawn:
         return judge(head(group), rows.given[group])

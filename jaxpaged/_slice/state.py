@@ -14,6 +14,7 @@ from jaxpaged._allocator.prefix_cache import PrefixCache
 from jaxpaged._scheduler.records import Outbox, Requests
 from jaxpaged._scheduler.scheduler import Scheduler
 from jaxpaged._slice.drafting import Drafting
+from jaxpaged._slice.logit_params import LogitParams
 from jaxpaged._slice.model import Setup
 from jaxpaged._slice.packing import num_words
 from jaxpaged._slice.prefix_groups import SeatGroups
@@ -31,6 +32,7 @@ class State:
     caches: Any
     outputs: jax.Array  # int32 [steps, words], a packed `StepOutputs` for each step since the last report
     spans: jax.Array  # int32 [requests, 2], where the scored tokens of each request begin and end
+    logit_params: LogitParams  # [requests]
     num_waited: jax.Array  # int32 [], steps since prompts began to wait for a step with a chunk
     num_of_kind: jax.Array  # int32 [kinds], steps of each kind so far, modulo 2^32
     seat_groups: SeatGroups | None  # None: no kind reads shared blocks once
@@ -67,6 +69,7 @@ class State:
             caches=caches,
             outputs=jnp.zeros((options.steps_per_slice, 0), jnp.int32),
             spans=jnp.zeros((max_requests, 2), jnp.int32),
+            logit_params=LogitParams.create(max_requests, options),
             num_waited=jnp.zeros((), jnp.int32),
             num_of_kind=jnp.zeros(len(setup.kinds), jnp.int32),
             seat_groups=SeatGroups.create(num_seats) if setup.kinds[0].least_saved_reads is not None else None,
@@ -89,6 +92,7 @@ class Inbox:
     requests: Requests  # prompts [rows, max_model_len], stop_ids [rows, stop_ids], all other fields [rows]
     families: Any  # int32 [rows], the same number for completions of one request
     spans: Any  # int32 [rows, 2], begin and end of the tokens to score; `prompts` has them too, after the prompt
+    logit_params: LogitParams  # [rows]
     aborts: Any  # bool [requests]
     forgets: Any  # bool [1 + adapters], whether the weights, or each adapter's, changed since the previous slice
     wants_logprobs: Any  # bool []

@@ -18,6 +18,7 @@ from jaxpaged._slice.kinds import Kind, count_wait
 from jaxpaged._slice.model import Setup, apply_head
 from jaxpaged._slice.packing import pack
 from jaxpaged._slice.prefix_groups import sort_by_group
+from jaxpaged._slice.process_logits import Processing
 from jaxpaged._slice.scoring import StepOutputs, drawn_rows, score_and_sample
 from jaxpaged._slice.state import State
 
@@ -48,8 +49,10 @@ def one_step(setup: Setup, weights: Any, state: State, *, wants_logprobs: jax.Ar
     attention_step = make_attention_step(allocator, step, kind, state.caches, seats, groups)
     caches, hidden, aux = setup.model(weights, step.tokens, step.positions, state.caches, attention_step)
     head = functools.partial(apply_head, setup, weights, hidden)
+    num_drafts = scheduler.num_drafts if kind.draws_all else 0
+    processing = Processing(scheduler, step, state.logit_params, setup.process_logits, num_drafts)
     (tokens, logprobs, top_logprobs), scores = score_and_sample(
-        head, setup.options, scheduler, state.spans, step, kind, wants_logprobs
+        head, setup.options, processing, state.spans, kind, wants_logprobs
     )
     num_steps = scheduler.num_steps
     scheduler, allocator = scheduler.commit(allocator, step, tokens)

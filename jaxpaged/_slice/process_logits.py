@@ -1,0 +1,142 @@
+"""Changes logits before tokens are drawn: by the requests' parameters, in vLLM's order, then by the caller's function.
+
+A step in which no request uses the parameters samples from the model's logits in a branch of its own. So the logits
+are neither copied nor kept for logprobs. This compiles the sampling twice.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpaged._scheduler.arrays import per_seat, rows_of
+from jaxpaged._scheduler.records import Sampling, StepPlan
+from jaxpaged._scheduler.scheduler import Scheduler
+from jaxpaged._slice.logit_params import LogitParams
+from jaxpaged._slice.logits_context import LogitsContext
+from jaxpaged._slice.penalties import penalise
+from jaxpaged._slice.pytrees import describe
+from jaxpaged._slice.sampling import Drawn
+from jaxpaged._slice.token_lists import add_bias, each_row, forbid_bad_words, forbid_others
+
+# Logits, float32 [rows, vocab], and the context: the new logits. A row's result must depend on its own sequence only.
+ProcessLogits = Callable[[jax.Array, LogitsContext], jax.Array]
+
+
+def forbid_stops(params: LogitParams, logits: jax.Array, context: LogitsContext) -> jax.Array:
+    """Forbids the stop tokens of requests with fewer than `min_tokens` new tokens."""
+    stop_ids = context.stop_ids[context.seqs]
+    is_forbidden = is_too_short(params, context)[:, None] & (stop_ids >= 0)
+    targets = jnp.where(is_forbidden, stop_ids, logits.shape[1])
+    return logits.at[each_row(logits), targets].set(-jnp.inf, mode="drop")
+
+
+def is_too_short(params: LogitParams, context: LogitsContext) -> jax.Array:
+    num_new = context.lengths - context.prompt_lengths[context.seqs]
+    return (params.min_tokens > 0) & (num_new < params.min_tokens)
+
+
+def has_penalty(params: LogitParams, context: LogitsContext) -> jax.Array:
+    has_counts = (params.presence_penalty != 0) | (params.frequency_penalty != 0)
+    return params.is_used & (has_counts | (params.repetition_penalty != 1))
+
+
+# In vLLM's order: a processor, and the rows [rows] that it changes. It runs in steps with such a row.
+PROCESSORS: tuple[tuple[Callable[..., jax.Array], Callable[[LogitParams, LogitsContext], jax.Array]], ...] = (
+    (forbid_others, lambda params, _: params.num_allowed > 0),
+    (forbid_bad_words, lambda params, _: params.num_bad > 0),
+    (forbid_stops, is_too_short),
+    (add_bias, lambda params, _: params.num_biased > 0),
+    (penalise, has_penalty),
+)
+
+
+def process(params: LogitParams, logits: jax.Array, context: LogitsContext) -> jax.Array:
+    """The logits that the parameters of each row ask for. `logits`: float32 `[rows, vocab]`."""
+    for processor, is_changed in PROCESSORS:
+        change = functools.partial(processor, params, context=context)
+        logits = lax.cond(is_changed(params, context).any(), change, lambda logits: logits, logits)
+    return logits
+
+
+@dataclasses.dataclass(frozen=True)
+class Processing:
+    """How a step changes logits.
+
+    Attributes:
+        scheduler: the scheduler after the plan, with drafts after the known tokens.
+        step: the plan.
+        params: `[requests, ...]`.
+        function: the caller's function, if any.
+        num_drafts: the most drafts of a seat in this kind of step.
+    """
+
+    scheduler: Scheduler
+    step: StepPlan
+    params: LogitParams
+    function: ProcessLogits | None
+    num_drafts: int
+
+    def draw(
+        self,
+        sample: Callable[..., Drawn],
+        logits: jax.Array,
+        seats: jax.Array,
+        sampling: Sampling,
+        positions: jax.Array,
+        given: jax.Array,
+    ) -> Drawn:
+        """`sample` from the changed logits. Given tokens see the model's logits.
+
+        Args:
+            sample: `sampling.sample` with options.
+            logits: `[rows, vocab]`, the model's.
+            seats: int32 `[rows]`, the seat of each row; for padding, at least the number of seats.
+            sampling: the parameters of each row.
+            positions: int32 `[rows]`, position of the token that each row's logits are for.
+            given: int32 `[rows]`, tokens whose logprobs are returned; -1: draw one.
+        """
+
+        def draw_from(processed: jax.Array, **options: Any) -> Drawn:
+            return sample(processed, sampling, positions, given=given, **options)
+
+        is_used = (per_seat(self.scheduler, self.params.is_used) & self.step.is_sampled).any()
+        wide = logits.astype(jnp.float32)
+
+        def by_params(wide: jax.Array) -> jax.Array:
+            return process(self.params_of_rows(seats, given), wide, self.context(seats, positions))
+
+        if self.function is None:
+            return lax.cond(is_used, lambda: draw_from(by_params(wide), model_logits=logits), lambda: draw_from(logits))
+        processed = lax.cond(is_used, by_params, lambda wide: wide, wide)
+        processed = self.function(processed, self.context(seats, positions))
+        if describe(processed) != (wanted := f"float32 {list(logits.shape)}"):
+            raise ValueError(f"process_logits must return the new logits, {wanted}; got {describe(processed)}.")
+        return draw_from(jnp.where((given >= 0)[:, None], wide, processed), model_logits=logits)
+
+    def params_of_rows(self, seats: jax.Array, given: jax.Array) -> LogitParams:
+        """`[rows, ...]`, zeros for padding and given tokens."""
+        request_ids = self.step.request_ids.at[seats].get(mode="fill", fill_value=self.scheduler.max_requests)
+        return rows_of(self.params, jnp.where(given < 0, request_ids, self.scheduler.max_requests))
+
+    def context(self, seats: jax.Array, positions: jax.Array) -> LogitsContext:
+        scheduler, params = self.scheduler, self.params
+        of_requests = dict(
+            tokens=scheduler.tokens,
+            num_known=scheduler.num_known,
+            prompt_lengths=scheduler.prompt_lengths,
+            stop_ids=scheduler.stop_ids,
+            ints=params.ints,
+            floats=params.floats,
+        )
+        return LogitsContext(
+            **jax.tree.map(lambda values: per_seat(scheduler, values), of_requests),
+            adapters=self.step.sampling.adapter,
+            seqs=jnp.minimum(seats, scheduler.num_seqs - 1),
+            lengths=positions,
+            num_drafts=self.num_drafts,
+        )

@@ -15,23 +15,23 @@ are computed separately: counts for every row would need several times the memor
 import jax
 import jax.numpy as jnp
 
+from jaxpaged._scheduler.arrays import rows_of
+from jaxpaged._slice.columns import add_to_columns, get_columns, set_columns
 from jaxpaged._slice.logit_params import LogitParams
 from jaxpaged._slice.logits_context import LogitsContext
-from jaxpaged._slice.token_lists import each_row
 
 IN_PROMPT = 2**30  # marks tokens of the prompt in the counts
 
 
 def penalise(params: LogitParams, logits: jax.Array, context: LogitsContext) -> jax.Array:
     counts = count_tokens(context, logits.shape[1])
-    processed = penalised(params, logits, counts[context.seqs])
+    processed = penalised(params, logits, rows_of(counts, context.seqs))
     if not context.num_drafts:
         return processed
-    rows, drafts = each_row(logits), drafts_before(context, logits.shape[1])
-    in_known = counts.at[context.seqs[:, None], drafts].get(mode="fill", fill_value=0)
+    drafts = drafts_before(context, logits.shape[1])
+    in_known = get_columns(counts, drafts, context.seqs)
     in_drafts = (drafts[:, None, :] == drafts[:, :, None]).sum(axis=2, dtype=jnp.int32)
-    chosen = logits.at[rows, drafts].get(mode="fill", fill_value=0)
-    return processed.at[rows, drafts].set(penalised(params, chosen, in_known + in_drafts), mode="drop")
+    return set_columns(processed, drafts, penalised(params, get_columns(logits, drafts), in_known + in_drafts))
 
 
 def penalised(params: LogitParams, logits: jax.Array, counts: jax.Array) -> jax.Array:
@@ -50,15 +50,14 @@ def count_tokens(context: LogitsContext, vocab_size: int) -> jax.Array:
     """
     index = jnp.arange(context.tokens.shape[1], dtype=jnp.int32)[None]
     is_prompt, is_known = (index < ends[:, None] for ends in (context.prompt_lengths, context.num_known))
-    seqs = each_row(context.tokens)
     counts = jnp.zeros((len(context.tokens), vocab_size), jnp.int32)
-    counts = counts.at[seqs, jnp.where(is_prompt, context.tokens, vocab_size)].set(IN_PROMPT, mode="drop")
-    return counts.at[seqs, jnp.where(is_known & ~is_prompt, context.tokens, vocab_size)].add(1, mode="drop")
+    counts = set_columns(counts, jnp.where(is_prompt, context.tokens, vocab_size), IN_PROMPT)
+    return add_to_columns(counts, jnp.where(is_known & ~is_prompt, context.tokens, vocab_size), 1)
 
 
 def drafts_before(context: LogitsContext, vocab_size: int) -> jax.Array:
     """The drafts that each row sees, int32 `[rows, num_drafts]`, padded with `vocab_size`."""
-    num_known = context.num_known[context.seqs][:, None]
+    num_known = rows_of(context.num_known, context.seqs)[:, None]
     places = num_known + jnp.arange(context.num_drafts, dtype=jnp.int32)[None]
-    drafts = context.tokens.at[context.seqs[:, None], places].get(mode="fill", fill_value=0)
+    drafts = get_columns(context.tokens, places, context.seqs)
     return jnp.where(places < context.lengths[:, None], drafts, vocab_size)

@@ -16,12 +16,13 @@ from jax import lax
 from jaxpaged._scheduler.arrays import per_seat, rows_of
 from jaxpaged._scheduler.records import Sampling, StepPlan
 from jaxpaged._scheduler.scheduler import Scheduler
+from jaxpaged._slice.columns import set_columns
 from jaxpaged._slice.logit_params import LogitParams
 from jaxpaged._slice.logits_context import LogitsContext
 from jaxpaged._slice.penalties import penalise
 from jaxpaged._slice.pytrees import describe
 from jaxpaged._slice.sampling import Drawn
-from jaxpaged._slice.token_lists import add_bias, each_row, forbid_bad_words, forbid_others
+from jaxpaged._slice.token_lists import add_bias, forbid_bad_words, forbid_others
 
 # Logits, float32 [rows, vocab], and the context: the new logits. A row's result must depend on its own sequence only.
 ProcessLogits = Callable[[jax.Array, LogitsContext], jax.Array]
@@ -29,14 +30,14 @@ ProcessLogits = Callable[[jax.Array, LogitsContext], jax.Array]
 
 def forbid_stops(params: LogitParams, logits: jax.Array, context: LogitsContext) -> jax.Array:
     """Forbids the stop tokens of requests with fewer than `min_tokens` new tokens."""
-    stop_ids = context.stop_ids[context.seqs]
+    stop_ids = rows_of(context.stop_ids, context.seqs)
     is_forbidden = is_too_short(params, context)[:, None] & (stop_ids >= 0)
     targets = jnp.where(is_forbidden, stop_ids, logits.shape[1])
-    return logits.at[each_row(logits), targets].set(-jnp.inf, mode="drop")
+    return set_columns(logits, targets, -jnp.inf)
 
 
 def is_too_short(params: LogitParams, context: LogitsContext) -> jax.Array:
-    num_new = context.lengths - context.prompt_lengths[context.seqs]
+    num_new = context.lengths - rows_of(context.prompt_lengths, context.seqs)
     return (params.min_tokens > 0) & (num_new < params.min_tokens)
 
 

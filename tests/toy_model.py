@@ -137,20 +137,24 @@ def log_softmax(logits):
     return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
 
 
-def continuation_of(logits_of, prompt, params, index=0):
-    """One completion of a request: tokens and logprobs. `logits_of(tokens)` are the logits after the last token."""
+def continuation_of(logits_of, prompt, params, index=0, process=None):
+    """One completion of a request: tokens and logprobs.
+
+    `logits_of(tokens)` are the logits after the last token, `process(logits, prompt, new, params)` those to draw from.
+    """
     tokens, logprobs = list(prompt), []
     params = dataclasses.replace(params, seed=completion_seed(params.seed, index)) if index else params
     while len(logprobs) < params.max_tokens and not (logprobs and tokens[-1] in params.stop_token_ids):
         logits = np.asarray(logits_of(tokens), np.float64)
         temperature = params.temperature
-        tokens.append(int(drawn(logits / temperature, params, len(tokens)) if temperature else logits.argmax()))
+        changed = logits if process is None else process(logits, prompt, tokens[len(prompt) :], params)
+        tokens.append(int(drawn(changed / temperature, params, len(tokens)) if temperature else changed.argmax()))
         logprobs.append(log_softmax(logits)[tokens[-1]])
     return tokens[len(prompt) :], logprobs
 
 
-def continuation(weights, prompt, params, index=0):
-    return continuation_of(functools.partial(next_logits, weights), prompt, params, index)
+def continuation(weights, prompt, params, index=0, process=None):
+    return continuation_of(functools.partial(next_logits, weights), prompt, params, index, process)
 
 
 def greedy(max_tokens=8):
@@ -175,6 +179,7 @@ def create_engine(
     num_blocks=BLOCKS + 1,
     device=None,
     draft=None,
+    process_logits=None,
     shares=False,
     parts=(1,),
     **options,
@@ -188,7 +193,8 @@ def create_engine(
         weights, cache = jax.device_put((weights or random_weights(), create_cache(num_blocks)), device)
     least = mock.patch.object(program, "chosen_least_saved_reads", return_value=1 if shares else None)
     with least, mock.patch.object(kinds, "SHARING_TOKENS", 0), mock.patch.object(copies, "PARTS", parts):
-        return Engine(model, weights, cache, head=head, draft=draft, options=EngineOptions(**sizes | options))
+        functions = dict(head=head, draft=draft, process_logits=process_logits)
+        return Engine(model, weights, cache, **functions, options=EngineOptions(**sizes | options))
 
 
 def not_compiled():

@@ -13,6 +13,7 @@ import pytest
 from jaxpaged import SamplingParams, layer_groups
 from jaxpaged._engine.requests import completion_seed
 from tests.engine.layered_model import ADAPTERS, SEATS, create_engine, logits_of, random_weights
+from tests.logits_model import FUNCTION_SIZES, forbid_repeats, processed, repeats_forbidden, with_changes
 from tests.toy_model import (
     BLOCK_SIZE,
     MAX_TOKENS,
@@ -43,6 +44,7 @@ OPTIONS = {
     "chunk_tokens": (5, 16),
     "steps_per_slice": (1, 8),
     "narrow": (False, True),
+    "changed": ("no", "by parameters", "by a function too"),
 }
 
 
@@ -99,6 +101,8 @@ def create_engine_for(config):
         max_logprobs=MOST_LIKELY * config["top_logprobs"],
         num_adapters=ADAPTERS * config["adapters"],
         num_speculative_tokens=num_drafts,
+        process_logits=forbid_repeats if config["changed"] == "by a function too" else None,
+        **FUNCTION_SIZES,
     )
 
 
@@ -116,8 +120,10 @@ def requests_for(config, seed):
             top_logprobs=i % (1 + MOST_LIKELY) if config["top_logprobs"] else 0,
             adapter=(None, 0, 1)[i % 3] if config["adapters"] else None,
             head_start=i % 2,
+            logits_ints=[i] if i % 4 else [],
+            logits_floats=[i / 3 - 2] if i % 5 else [],
         )
-    return prompts, params
+    return prompts, params if config["changed"] == "no" else with_changes(params, seed, VOCAB)
 
 
 class Checker:
@@ -125,6 +131,7 @@ class Checker:
 
     def __init__(self, config, seed):
         self.windows, self.is_processed = config["windows"], config["processed"]
+        self.process = repeats_forbidden if config["changed"] == "by a function too" else processed
         self.weights = random_weights(len(self.windows), seed)
 
     def logits(self, prompt, tokens, adapter):
@@ -147,21 +154,23 @@ class Checker:
     def check_completion(self, prompt, params, completion):
         tokens, text = completion.token_ids, prompt + completion.token_ids
         logits = self.logits(prompt, tokens, params.adapter)
-        scores = logits / params.temperature if params.temperature else logits
+        changed = np.stack([self.process(row, prompt, tokens[:i], params) for i, row in enumerate(logits)])
+        scores = changed / params.temperature if params.temperature else changed
         drawn_at = range(len(prompt), len(text))
         if params.temperature:
             assert tokens == [drawn(row, params, position) for row, position in zip(scores, drawn_at, strict=True)]
         else:
-            assert tokens == logits.argmax(axis=1).tolist()
+            assert tokens == scores.argmax(axis=1).tolist()
         check_aux(completion.aux, text, drawn_at)
         is_stopped = tokens[-1] in params.stop_token_ids
         assert completion.finish_reason == ("stop" if is_stopped else "length")
         assert is_stopped or len(tokens) == params.max_tokens
         assert not set(tokens[:-1]) & set(params.stop_token_ids)
         if params.logprobs:
-            if self.is_processed and params.temperature:
+            if self.is_processed:
                 weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-                is_kept = [kept(row, params.top_k, params.top_p, params.min_p) for row in weights]
+                cuts = (params.top_k, params.top_p, params.min_p) if params.temperature else (0, 1, 0)
+                is_kept = [kept(row, *cuts) for row in weights]
                 check_logprobs(completion.logprobs, log_softmax(np.where(is_kept, scores, -np.inf)), tokens)
             else:
                 check_logprobs(completion.logprobs, log_softmax(logits), tokens)

@@ -16,6 +16,7 @@ from jaxpaged._engine import program
 from jaxpaged._engine.defaults import draft_widths
 from jaxpaged._slice.drafting import KEPT, PRIOR, Drafting, repeated
 from jaxpaged._slice.kinds import make_kinds, quickest
+from tests.logits_model import with_changes
 from tests.toy_model import (
     BLOCKS,
     ENGINES,
@@ -91,13 +92,16 @@ def assert_same(completion, expected, *, is_whole=True):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_tokens_equal_an_engine_without_drafts(seed):
-    """Random requests, in a tight or a large pool, some of them aborted, with good or bad drafts."""
+    """Random requests, in a tight or a large pool, some of them aborted, with good or bad drafts. With penalties and
+    other changes of the logits if the seed is odd."""
     rng = np.random.default_rng(seed)
     prompts, params = requests(int(rng.integers(3, 25)), seed)
     if rng.random() < 0.5:  # with a common prefix
         prompts = [[*prompts[0][:9], *prompt[: 30 - len(prompts[0][:9])]][:30] for prompt in prompts]
         params = [dataclasses.replace(one, max_tokens=min(one.max_tokens, MAX_TOKENS - 30)) for one in params]
     params = [dataclasses.replace(one, logprobs=True) for one in params]
+    if seed % 2:
+        params = with_changes(params, seed, VOCAB)
     expected = without_drafts(prompts, params, seed % 3)
     engine = drafting_engine(prompts, expected, errors=int(rng.choice([0, 3, 10])), seed=seed % 3)
     with fewer_blocks(engine, BLOCKS if rng.random() < 0.4 else TIGHT):
@@ -136,6 +140,7 @@ def test_a_batch_invariant_engine_gives_equal_bits_with_drafts():
     prompts, params = requests(12, 5)
     prompts = [(prompt[:3] * 10)[:20] for prompt in prompts]  # repeated text
     params = [dataclasses.replace(one, logprobs=True, n=1, max_tokens=24) for one in params]
+    params = with_changes(params, 5, VOCAB)
     engine = create_engine(num_speculative_tokens=2, batch_invariant=True, prefix_cache=True)
     alone = [engine.generate([prompt], of_one)[0] for prompt, of_one in zip(prompts, params, strict=True)]
     assert engine.stats().num_accepted > 0

@@ -22,6 +22,7 @@ from jaxpaged._engine import program, runner
 from jaxpaged._engine.books import Sent
 from tests import toy_model
 from tests.compiled import instructions
+from tests.logits_model import processed, with_changes
 from tests.toy_model import (
     BLOCK_SIZE,
     BLOCKS,
@@ -474,6 +475,13 @@ def test_an_engine_on_four_devices_gives_the_tokens_of_one(load):
     for _ in range(2):
         assert tokens_of(engine.generate(prompts, params)) == expected
     assert engine.stats().num_found > engine.stats().num_brought > 0  # each device has its part of the host's blocks
+    changed = with_changes(params, 0, VOCAB)[:6]
+    expected = [
+        continuation(random_weights(), prompt, one, i, processed)[0]
+        for prompt, one in zip(prompts, changed, strict=False)
+        for i in range(one.n)
+    ]
+    assert tokens_of(engine.generate(prompts[:6], changed)) == expected
     for leaf in jax.tree.leaves(engine._runner.state.allocator):
         first, *others = (np.asarray(shard.data) for shard in leaf.addressable_shards)
         assert len(others) == 3

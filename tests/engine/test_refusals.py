@@ -44,6 +44,22 @@ PARAMS = {
     "top_logprobs must be at least 0; got top_logprobs=-1": dict(top_logprobs=-1),
     "top_logprobs must be an int; got top_logprobs=1.5": dict(top_logprobs=1.5),
     "top_logprobs must be an int; got top_logprobs=True": dict(top_logprobs=True),
+    "presence_penalty must be a number from -2 to 2; got presence_penalty=2.1": dict(presence_penalty=2.1),
+    "frequency_penalty must be a number from -2 to 2; got frequency_penalty=nan": dict(frequency_penalty=float("nan")),
+    "repetition_penalty must be a number above 0; got repetition_penalty=0": dict(repetition_penalty=0),
+    "min_tokens must be at least 0; got min_tokens=-1": dict(min_tokens=-1),
+    "min_tokens must be at most max_tokens; got min_tokens=17, max_tokens=16": dict(min_tokens=17),
+    r"logit_bias must be a dict from token ids to numbers; got \[3\]": dict(logit_bias=[3]),
+    "logit_bias must have finite numbers; got inf": dict(logit_bias={3: float("inf")}),
+    "logit_bias must be an int; got logit_bias='3'": dict(logit_bias={"3": 1.0}),
+    "allowed_token_ids must have at least one token id; got none": dict(allowed_token_ids=()),
+    "allowed_token_ids must be at least 0; got allowed_token_ids=-1": dict(allowed_token_ids=[-1]),
+    "each of bad_words must have at least one token id; got none": dict(bad_words=[[3], []]),
+    "bad_words must be a sequence of token ids; got bad_words=3": dict(bad_words=[3]),
+    "bad_words must be a sequence of token ids; got bad_words='no'": dict(bad_words=["no"]),
+    "bad_words must be a sequence; got bad_words=3": dict(bad_words=3),
+    "logits_ints must be at most 2147483647": dict(logits_ints=[2**31]),
+    "logits_floats must have finite numbers; got '1'": dict(logits_floats=["1"]),
     "adapter must be at least 0; got adapter=-1": dict(adapter=-1),
     "adapter must be an int; got adapter=True": dict(adapter=True),
     "adapter must be an int; got adapter=1.0": dict(adapter=1.0),
@@ -59,7 +75,14 @@ def test_invalid_parameters_are_refused(message):
 @pytest.fixture(scope="module")
 def engine():
     with not_compiled():
-        return create_engine(vocab_size=VOCAB, num_adapters=3, max_logprobs=4, batch_invariant=True)
+        return create_engine(
+            vocab_size=VOCAB,
+            num_adapters=3,
+            max_logprobs=4,
+            num_listed_tokens=4,
+            num_logits_floats=1,
+            batch_invariant=True,
+        )
 
 
 ANY, TOO_LONG = SamplingParams(), "exceed the engine's max_model_len=48"
@@ -84,6 +107,26 @@ REQUESTS = (
     (TOO_LONG, "score", ([[1] * 40], [[2] * 9])),
     ("the engine's max_logprobs=4; got top_logprobs=5", "add_request", ([1], SamplingParams(top_logprobs=5))),
     ("below the engine's num_adapters=3; got adapter=3", "add_request", ([1], SamplingParams(adapter=3))),
+    (
+        "list 5 tokens together, and the engine's num_listed_tokens=4. Make the engine with a larger",
+        "add_request",
+        ([1], SamplingParams(logit_bias={1: 2.0}, allowed_token_ids=[1, 2], bad_words=[[1, 2]])),
+    ),
+    (
+        f"token ids of bad_words must be below the engine's vocab_size={VOCAB}; got {VOCAB}",
+        "add_request",
+        ([1], SamplingParams(bad_words=[[1, VOCAB]])),
+    ),
+    (
+        "logits_ints must have at most the engine's num_logits_ints=0 numbers; got 1",
+        "add_request",
+        ([1], SamplingParams(logits_ints=[1])),
+    ),
+    (
+        "logits_floats must have at most the engine's num_logits_floats=1 numbers; got 2",
+        "add_request",
+        ([1], SamplingParams(logits_floats=[1, 2])),
+    ),
     ("pass the request_id of the completion; got completion=1 alone", "abort", (None, 1)),
 )
 

@@ -211,6 +211,7 @@ def create_service(args: argparse.Namespace) -> "Service":
     """Loads the model and compiles the engines. Raises `CheckpointError` and `RequestError`."""
     from lib.adapter_slots import AdapterSlots
     from lib.openai_forms import MOST_STOP_IDS
+    from lib.openai_logits import MOST_LISTED
     from lib.service import Service
 
     path = args.model or default_path()
@@ -236,6 +237,7 @@ def create_service(args: argparse.Namespace) -> "Service":
         num_speculative_tokens=args.num_speculative_tokens,
         max_logprobs=args.max_logprobs,
         num_stop_ids=len(checkpoint.tokenizer.eos_ids) + MOST_STOP_IDS,
+        num_listed_tokens=MOST_LISTED,
         seed=secrets.randbits(32),
     )
     with matmul_precision(args):

@@ -13,12 +13,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from jaxpaged import SamplingParams
 from lib.api_error import ApiError
 from lib.chat_template import ChatTemplateError, RendererBusyError
 from lib.engine_thread import EngineFailedError
 from lib.middleware import DETAILS, REQUEST_ID
 from lib.openai_answers import Answer, event
 from lib.openai_forms import USUAL_TOKENS, Ask
+from lib.openai_logits import check_num_listed, encode_bad_words
 from lib.pieces import Pieces
 from lib.service import RETRY_SECONDS, Service
 
@@ -36,9 +38,8 @@ async def complete(service: Service, request: Request, *, is_chat: bool) -> Resp
         generation = service.engines.open(num_completions)
         ending.callback(service.engines.close, generation)
         prompts = await unless_gone(request, asyncio.to_thread(encode, service, ask))
-        eos_ids = () if ask.ignores_eos else service.checkpoint.tokenizer.eos_ids
-        params = dataclasses.replace(ask.params, stop_token_ids=tuple({*eos_ids, *ask.params.stop_token_ids}))
-        requests = [(p, dataclasses.replace(params, max_tokens=num_new(service, ask, p))) for p in prompts]
+        params = await unless_gone(request, asyncio.to_thread(complete_params, service, ask))
+        requests = [(p, dataclasses.replace(params, **limits(service, ask, p))) for p in prompts]
         service.engines.start(generation, requests)
         pieces = Pieces(service, ask, generation, begin)
         request.scope[DETAILS] = pieces.describe
@@ -69,6 +70,26 @@ def encode_conversation(service: Service, conversation: dict[str, Any]) -> list[
     except RendererBusyError as error:
         raise ApiError(503, str(error), code="overloaded", retry_after=RETRY_SECONDS) from error
     return tokens
+
+
+def complete_params(service: Service, ask: Ask) -> SamplingParams:
+    """The parameters with stop tokens and the tokens of bad words. Raises `ApiError`."""
+    tokenizer = service.checkpoint.tokenizer
+    eos_ids = () if ask.ignores_eos else tokenizer.eos_ids
+    stop_token_ids = tuple({*eos_ids, *ask.params.stop_token_ids})
+    bad_words = encode_bad_words(tokenizer, ask.bad_words)
+    params = dataclasses.replace(ask.params, stop_token_ids=stop_token_ids, bad_words=bad_words)
+    check_num_listed(params)
+    return params
+
+
+def limits(service: Service, ask: Ask, prompt: list[int]) -> dict[str, Any]:
+    """`max_tokens` and `min_tokens` of a prompt. Raises `ApiError`."""
+    max_tokens = num_new(service, ask, prompt)
+    if ask.min_tokens > max_tokens:
+        message = f"min_tokens must be at most max_tokens, which is {max_tokens} here; got {ask.min_tokens}."
+        raise ApiError(400, message, param="min_tokens")
+    return dict(max_tokens=max_tokens, min_tokens=ask.min_tokens)
 
 
 def num_new(service: Service, ask: Ask, prompt: list[int]) -> int:

@@ -15,13 +15,7 @@ IGNORED |= {"spaces_between_special_tokens", "truncation_side", "return_token_of
 
 # Refused unless the value is null or one of these, which do not change the answer.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
-    "bad_words": ([],),
     "logits_processors": ([],),
     "best_of": (1,),
     "use_beam_search": (False,),
@@ -47,7 +41,6 @@ NEUTRAL_IN_CHAT: dict[str, tuple[Any, ...]] = {
 # The advice in the message, if it is not to leave the field out.
 ADVICE = {
     "response_format": 'is supported only as {"type": "text"}; ask for JSON in the prompt',
-    "min_tokens": "is not supported here; ignore_eos with max_tokens gives an exact number of tokens",
 }
 
 

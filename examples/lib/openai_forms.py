@@ -9,6 +9,7 @@ from jaxpaged import SamplingParams
 from lib.api_error import ApiError
 from lib.fields import Fields, is_whole
 from lib.openai_fields import NEUTRAL, NEUTRAL_IN_CHAT, NEUTRAL_IN_TEXT, refuse_unread
+from lib.openai_logits import read_bad_words, read_logit_params, read_min_tokens
 from lib.openai_messages import check_unicode, read_conversation
 from lib.service import Service
 
@@ -25,7 +26,9 @@ class Ask:
         prompts: texts or token ids; empty in a chat.
         is_echoed: whether an answer begins with its prompt.
         max_tokens: None: not set. 0: only echo the prompts.
-        params: sampling parameters, without `max_tokens` and the model's end-of-text tokens.
+        min_tokens: minimum number of new tokens.
+        bad_words: texts that the answer must not contain.
+        params: sampling parameters, without `max_tokens`, `min_tokens`, `bad_words` and the model's end-of-text tokens.
         stops: stop strings.
         includes_usage: whether a stream ends with the usage.
         has_usage_in_chunks: whether every chunk has the usage.
@@ -45,10 +48,13 @@ class Ask:
         self.adds_special_tokens = is_chat or fields.flag("add_special_tokens", True)
         self.is_echoed = not is_chat and fields.flag("echo", False)
         self.max_tokens = _max_tokens(fields, 0 if self.is_echoed else 1, is_chat)
+        self.min_tokens = read_min_tokens(fields, self.max_tokens)
+        self.bad_words = read_bad_words(fields)
         has_logprobs, top_logprobs = _logprobs(fields, is_chat, service.max_logprobs)
         self.params = SamplingParams(
             n=fields.whole("n", 1, MOST_N, 1),
             **_sampling(fields, vocab_size, service.sampling_defaults),
+            **read_logit_params(fields, vocab_size),
             seed=_seed(fields),
             stop_token_ids=_stop_ids(fields, vocab_size),
             logprobs=has_logprobs,

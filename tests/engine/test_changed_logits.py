@@ -212,8 +212,7 @@ def test_a_step_without_changes_copies_no_logits():
         callers = [text for name in names for text in computations if re.search(rf"%{name}[,}}]", text)]
         return [operations_on(text, shape).count("conditional") for text in callers]
 
-    engine = shared_engine()
-    assert num_branches(engine) == [len(PROCESSORS)] * len(engine._runner.kinds)
+    assert set(num_branches(shared_engine())) == {len(PROCESSORS)}
     assert min(num_branches(engine_with_function())) < len(PROCESSORS)
 
 

@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from lib.openai_fields import IGNORED
+from lib.openai_logits import encode_bad_words
 from tests.examples.serving import PROMPT, body, chat, chat_body, complete, read, running, text_of, texts
 from tests.examples.tiny_checkpoint import greedy
 
@@ -61,6 +63,40 @@ def test_sampling_defaults_apply_to_missing_fields(server):
     expected = texts(complete(server))
     with running(server.service, sampling_defaults={"temperature": 0.0}) as greedy_server:
         assert texts(complete(greedy_server, temperature=None)) == expected
+
+
+def test_fields_that_change_logits_reach_the_engine(server, tiny):
+    usual = complete(server, max_tokens=12).choices[0].text
+    first, *_ = tiny.tokenizer.encode(usual, add_special_tokens=False)
+
+    def ids(**fields):
+        fields = dict(extra_body={"return_token_ids": True, "ignore_eos": True} | fields)
+        return complete(server, max_tokens=12, **fields).choices[0].token_ids
+
+    assert set(ids(allowed_token_ids=[5, 7])) <= {5, 7}
+    assert ids(logit_bias={"7": 100}) == [7] * 12
+    assert len(set(ids(logit_bias={"7": 100}, frequency_penalty=2, presence_penalty=1, repetition_penalty=9))) > 1
+    assert first not in ids(bad_words=[tiny.tokenizer.token_text(first)])
+    params = read(body(presence_penalty=1, frequency_penalty=-1, repetition_penalty=1.5, logit_bias={"3": 4})).params
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (1, -1, 1.5)
+    assert params.logit_bias == {3: 4.0}
+
+
+def test_min_tokens_delays_the_end(server):
+    options = dict(max_tokens=100, temperature=2, n=8, seed=1, extra_body={"return_token_ids": True})
+    shortest = min(complete(server, **options).choices, key=lambda choice: len(choice.token_ids))
+    options["extra_body"]["min_tokens"] = len(shortest.token_ids) + 5
+    longer = complete(server, **options).choices[shortest.index].token_ids
+    assert shortest.finish_reason == "stop"
+    assert longer[: len(shortest.token_ids) - 1] == shortest.token_ids[:-1]
+    assert len(longer) >= len(shortest.token_ids) + 5
+
+
+def test_bad_words_are_spelled_with_and_without_a_space():
+    """As in vLLM: the spelling after a space counts if it begins with another token and has as many."""
+    spellings = {"no": [1], " no": [2], "yes": [3, 4], " yes": [5, 3, 4], "so": [6], " so": [6]}
+    tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: spellings[text])
+    assert encode_bad_words(tokenizer, ["no", " yes", "so"]) == [[1], [2], [3, 4], [6]]
 
 
 def test_a_stop_token_ends_the_text_before_it(server, tiny):

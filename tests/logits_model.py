@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxpaged import SamplingParams
 
-NEUTRAL = vars(SamplingParams())  # of each parameter, the value that changes nothing
+NEUTRAL = vars(SamplingParams())  # values that change nothing
 CHANGES = (
     "presence_penalty",
     "frequency_penalty",
@@ -75,7 +75,7 @@ def random_changes(rng, vocab_size, max_tokens, *, all_used=False):
 
 
 def with_changes(params, seed, vocab_size):
-    """Sampling parameters of which two thirds change logits."""
+    """Sampling parameters with changes of the logits in two of three."""
     rng = np.random.default_rng(seed)
     return [
         dataclasses.replace(one, **random_changes(rng, vocab_size, one.max_tokens)) if i % 3 else one

@@ -47,7 +47,7 @@ def read_min_tokens(fields: Fields, max_tokens: int | None) -> int:
 def encode_bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
     """The token ids of each word, at the beginning of a text and, if that differs in its first token, after a space.
 
-    As in vLLM, a spelling after a space counts only if it has as many tokens.
+    As in vLLM, both spellings must have the same number of tokens.
     """
     found = []
     for word in words:

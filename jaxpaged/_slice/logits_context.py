@@ -17,8 +17,8 @@ class LogitsContext:
 
     Row i holds the logits of the token at position `lengths[i]` of the sequence `seqs[i]`. It may read the
     `lengths[i]` tokens before that position, which are in `tokens[seqs[i]]`. With drafts, a sequence has several rows
-    in a step: the first continues its known tokens, each of the others one draft more. Some rows are padding or chunks
-    of prompts; their logits are not used.
+    in a step: the first continues its known tokens, each of the others one draft more. Some rows are padding or prompt
+    tokens; their logits are not used.
 
     Attributes:
         tokens: int32 `[seqs, max_model_len]`, the tokens of each sequence, prompt and new ones, then the drafts that

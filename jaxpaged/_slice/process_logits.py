@@ -57,7 +57,7 @@ PROCESSORS: tuple[tuple[Callable[..., jax.Array], Callable[[LogitParams, LogitsC
 
 
 def process(params: LogitParams, logits: jax.Array, context: LogitsContext) -> jax.Array:
-    """The logits that the parameters of each row ask for. `logits`: float32 `[rows, vocab]`."""
+    """Logits changed by the parameters of each row. `logits`: float32 `[rows, vocab]`."""
     for processor, is_changed in PROCESSORS:
         change = functools.partial(processor, params, context=context)
         logits = lax.cond(is_changed(params, context).any(), change, lambda logits: logits, logits)

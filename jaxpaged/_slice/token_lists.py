@@ -28,7 +28,7 @@ def forbid_bad_words(params: LogitParams, logits: jax.Array, context: LogitsCont
     """Forbids the last token of each bad word after its other tokens. These must all be new tokens, as in vLLM."""
     is_bad = in_part(params, params.num_biased + params.num_allowed, params.num_bad)
     num_listed, num_after = is_bad.shape[1], params.values.astype(jnp.int32)
-    places = context.lengths[:, None] - num_after  # of this token, if the next token completes its word
+    places = context.lengths[:, None] - num_after  # where this token is if the next one completes its word
     found = get_columns(context.tokens, jnp.maximum(places, 0), context.seqs)
     is_found = (found == params.tokens) & (places >= rows_of(context.prompt_lengths, context.seqs)[:, None])
     is_missing = is_bad & (num_after > 0) & ~is_found

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("idle_engines")
 
 @pytest.fixture(scope="module")
 def load():
-    """Requests of which two thirds change logits, and the expected tokens and logprobs of each completion."""
+    """Requests, two of three with changed logits, and the expected tokens and logprobs of each completion."""
     prompts, params = requests(24, seed=1)
     params = [dataclasses.replace(one, logprobs=True) for one in with_changes(params, 0, VOCAB)]
     expected = [

@@ -111,7 +111,7 @@ def results(num_drafts, function=None):
 
 
 def num_wrong(num_drafts, model=processed, function=None, change=lambda scenario: scenario):
-    """The number of rows that differ from those of a model."""
+    """The number of rows that differ from the rows of a model."""
     both = zip(results(num_drafts, function), scenarios(num_drafts), strict=True)
     return sum(
         not np.allclose(*rows, rtol=1e-5, atol=1e-5)

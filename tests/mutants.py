@@ -47,6 +47,11 @@ SAMPLING = "jaxpaged/_slice/sampling.py"
 DRAFTING, DRAFTS = "jaxpaged/_slice/drafting.py", "tests/engine/test_drafts.py"
 HOST_TIER = "jaxpaged/_engine/host_tier/tier.py"
 SCORING = "jaxpaged/_slice/scoring.py"
+PROCESSING, PENALTIES, LISTS = (f"jaxpaged/_slice/{name}.py" for name in ("process_logits", "penalties", "token_lists"))
+EQUATIONS, CHANGED = (
+    "tests/engine/test_process_logits.py::equations or equal_bits",
+    "tests/engine/test_changed_logits.py::given or function_gives",
+)
 LATENT = "pallas_kernels/latent/kernel.py"
 GRAMMAR_MASKS = "jaxpaged/_grammar/masks.py"
 XLA_TILES, TREE, RUNS = (f"jaxpaged/_attention/{name}.py" for name in ("xla_tiles", "tree", "runs"))
@@ -691,6 +696,20 @@ MUTANTS = (
         "taken = union(ranges)",
         "tests/grammar/test_regex.py::encodings",
         "masks",
+    ),
+    Mutant(
+        "penalties: a draft more",
+        PENALTIES,
+        "places < context.lengths",
+        "places <= context.lengths",
+        EQUATIONS,
+        "counts",
+    ),
+    Mutant("penalties: drafts count once", PENALTIES, "in_known + in_drafts", "in_known + 1", EQUATIONS, "counts"),
+    Mutant("penalties: the prompt is new", PENALTIES, "is_known & ~is_prompt", "is_known", EQUATIONS, "counts"),
+    Mutant("bad words: from the prompt", LISTS, " & (places >= rows_of", " | (places < rows_of", EQUATIONS, "masks"),
+    Mutant(
+        "logits: given tokens are processed", PROCESSING, "where((given >= 0)", "where((given >= 99)", CHANGED, "masks"
     ),
 )
 

@@ -129,13 +129,13 @@ def function_of_everything(logits, context):
     """`forbid_repeats`, and a bonus by adapter."""
     logits = forbid_repeats(logits, context)
     adapters = context.adapters[context.seqs]
-    return logits.at[jnp.arange(len(logits)), adapters + 10].add(jnp.where(adapters >= 0, 3.0, 0.0))
+    return logits.at[jnp.arange(len(logits)), adapters + 10].add(jnp.where(adapters >= 0, 6.0, 0.0))
 
 
 def model_of_everything(logits, prompt, new, params):
     x = repeats_forbidden(logits, prompt, new, params)
     if params.adapter is not None:
-        x[params.adapter + 10] += 3
+        x[params.adapter + 10] += 6
     return x
 
 
@@ -180,8 +180,11 @@ def test_a_function_gives_equal_bits_alone_and_among_others():
     assert counts.num_preempted > 0
     scores = engine.score(prompts, tokens_of(alone))  # the function does not see them
     assert [score.logprobs for score in scores] == [output.outputs[0].logprobs for output in alone]
-    (repeated,) = engine.score([[5, 5]], [[5, 5]])
-    assert np.isfinite(repeated.logprobs).all()
+    scores = engine.score([[token] for token in range(VOCAB)], [[10]] * VOCAB, adapter=0)
+    rows = [next_logits(random_weights(), [token]) for token in range(VOCAB)]
+    assert [score.is_greedy for score in scores] == [[row.argmax() == 10] for row in rows]
+    others = [model_of_everything(row, [token], [], SamplingParams(adapter=0)) for token, row in enumerate(rows)]
+    assert sum(row.argmax() == 10 for row in others) > sum(row.argmax() == 10 for row in rows)
 
 
 def test_generate_makes_an_engine_with_room_for_the_parameters():

@@ -69,9 +69,9 @@ def changed(params, logits, context, function=None):
     return result if function is None else function(result, context)
 
 
-def results_of(some, num_drafts, function=None, num_rows=SEQS * (1 + DRAFTS)):
+def results_of(some, num_drafts, function=None, num_rows=SEQS * (1 + DRAFTS), options=OPTIONS):
     """The product's logits of each scenario, computed together. Unused rows are padding."""
-    params = logit_params_in_rows([one.params for one in some], OPTIONS, len(some))
+    params = logit_params_in_rows([one.params for one in some], options, len(some))
     tokens = np.full((len(some), LENGTH), VOCAB - 1, np.int32)  # arbitrary after the last token
     stop_ids = np.full((len(some), NUM_STOP_IDS), -1, np.int32)
     seqs, lengths, logits = np.zeros(num_rows, np.int32), np.ones(num_rows, np.int32), np.zeros((num_rows, VOCAB))
@@ -192,6 +192,13 @@ def test_neutral_parameters_change_no_bit():
     assert (found[0] != some[0].logits).any()
     for one, row in zip(some[1:], found[1:], strict=True):
         assert (row == one.logits).all()
+
+
+def test_penalties_need_no_room_for_lists():
+    one = scenarios(0)[0]
+    one = dataclasses.replace(one, params=SamplingParams(presence_penalty=1.5, repetition_penalty=1.2))
+    (found,) = results_of([one], 0, num_rows=1, options=SimpleNamespace(**vars(OPTIONS) | {"num_listed_tokens": 0}))
+    np.testing.assert_allclose(found, one.expected(), rtol=1e-5)
 
 
 def test_each_processor_runs_only_where_a_request_needs_it(monkeypatch):

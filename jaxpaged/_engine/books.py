@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpaged._engine.grammar_room import Part
 from jaxpaged._engine.host_tier.tier import Moves
 from jaxpaged._engine.interrupts import Latch, without_interrupts
 from jaxpaged._engine.records import RequestOutput
@@ -33,6 +34,7 @@ class Sent:
     began: float | None = None  # time of its call, on the engine's thread
     ended: float | None = None  # time when the device had finished it
     has_returned: Latch = dataclasses.field(default_factory=Latch)  # set once `words` is done
+    parts: list[Part] = dataclasses.field(default_factory=list)  # of grammars, copied to the device before it
     moves: Moves = dataclasses.field(default_factory=Moves)  # pages of the host tier moved before it
     failure: Exception | None = None  # of the moves; the slice ran without them
 

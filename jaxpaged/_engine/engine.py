@@ -20,6 +20,7 @@ from jaxpaged._engine.requests import check_vocabulary, checked_prompt, checked_
 from jaxpaged._engine.rollouts import Collector, Rollout
 from jaxpaged._engine.runner import Runner
 from jaxpaged._engine.sampling_params import SamplingParams
+from jaxpaged._grammar.vocabulary import Vocabulary
 from jaxpaged._slice.drafting import Draft, check_draft
 from jaxpaged._slice.model import Apply, ApplyHead, Functions
 from jaxpaged._slice.options import EngineOptions
@@ -63,6 +64,8 @@ class Engine:
             other parameters of `SamplingParams`. `context` is a `LogitsContext`: the tokens of each sequence, and the
             sequence of each row. A row of the result may depend only on the same row of the logits and on its own
             sequence. Scored tokens always see the model's logits.
+        vocabulary: the bytes of each token (`jaxpaged.grammar`), as many as there are logits, for requests with a
+            `grammar`. None: no request may have one.
         options: sizes and features. By default the engine chooses its sizes.
 
     Raises:
@@ -82,6 +85,7 @@ class Engine:
         head: ApplyHead | None,
         draft: Draft | None = None,
         process_logits: ProcessLogits | None = None,
+        vocabulary: Vocabulary | None = None,
         options: EngineOptions = DEFAULTS,
     ):
         weights = own(weights)
@@ -91,9 +95,11 @@ class Engine:
         check_draft(draft, resolved)
         if process_logits is not None and not callable(process_logits):
             raise ValueError(f"process_logits must be a function of logits and context; got {process_logits!r}.")
-        functions = Functions(apply, head, draft, process_logits)
+        if vocabulary is not None and not isinstance(vocabulary, Vocabulary):
+            raise ValueError(f"vocabulary must be a jaxpaged.grammar.Vocabulary; got {vocabulary!r}.")
+        functions = Functions(apply, head, draft, process_logits, vocabulary)
         check_new_gpu()
-        self._options = resolved
+        self._options, self._vocabulary = resolved, vocabulary
         self._books = Books(max_requests=resolved.max_requests, seed=resolved.seed, num_adapters=resolved.num_adapters)
         self._runner = Runner(functions, weights, caches, resolved, self._books)
 
@@ -250,7 +256,7 @@ class Engine:
             RuntimeError: the engine is lost, as in `step`.
         """
         self._runner.check_usable()
-        return self._add(*checked_request(prompt, params, self._options))
+        return self._add(*checked_request(prompt, params, self._options, self._vocabulary))
 
     def abort(self, request_id: int | None = None, completion: int | None = None) -> bool:
         """Aborts a request, or all. Its blocks are free within a slice, and `step` reports it as finished.
@@ -340,7 +346,9 @@ class Engine:
         """Adds requests and yields their ids. They are dropped at the end of the block, however it ends."""
         self._runner.check_usable()
         each = params_for_each(prompts, params)
-        requests = [checked_request(*request, self._options) for request in zip(prompts, each, strict=True)]
+        requests = [
+            checked_request(*request, self._options, self._vocabulary) for request in zip(prompts, each, strict=True)
+        ]
         request_ids = range(self._books.next_id, self._books.next_id + len(requests))
         try:
             self._books.served.update(request_ids)

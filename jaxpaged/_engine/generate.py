@@ -15,6 +15,7 @@ from jaxpaged._engine.logit_params import num_listed
 from jaxpaged._engine.records import RequestOutput
 from jaxpaged._engine.requests import checked_prompt, params_for_each
 from jaxpaged._engine.sampling_params import SamplingParams
+from jaxpaged._grammar.vocabulary import Vocabulary
 from jaxpaged._integers import checked_size
 from jaxpaged._slice.drafting import Draft
 from jaxpaged._slice.model import Apply, ApplyHead
@@ -38,6 +39,7 @@ def generate(
     block_size: int = 16,
     draft: Draft | None = None,
     process_logits: ProcessLogits | None = None,
+    vocabulary: Vocabulary | None = None,
     options: EngineOptions = DEFAULTS,
     progress: bool = False,
 ) -> list[RequestOutput]:
@@ -60,6 +62,7 @@ def generate(
         block_size: tokens in a block.
         draft: as in `Engine`.
         process_logits: as in `Engine`.
+        vocabulary: as in `Engine`.
         options: options of the engine. Sizes that are None follow from the prompts and params, and so do larger
             `num_stop_ids`, `num_listed_tokens`, `num_logits_ints`, `num_logits_floats` and `max_logprobs`, and a prefix
             cache for `n` completions.
@@ -119,5 +122,6 @@ def generate(
         )
         for _ in range(num_layers)
     )
-    engine = Engine(apply, weights, caches, head=head, draft=draft, process_logits=process_logits, options=options)
+    functions: Any = dict(head=head, draft=draft, process_logits=process_logits, vocabulary=vocabulary)
+    engine = Engine(apply, weights, caches, **functions, options=options)
     return engine.generate(prompts, each, progress=progress)

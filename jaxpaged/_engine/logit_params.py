@@ -44,7 +44,8 @@ def listed_tokens(params: SamplingParams) -> dict[str, list[int]]:
 
 def changes_logits(params: SamplingParams) -> bool:
     penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
-    return penalties != (0, 0, 1) or params.min_tokens > 0 or num_listed(params) > 0
+    has_others = params.min_tokens > 0 or params.grammar is not None
+    return penalties != (0, 0, 1) or has_others or num_listed(params) > 0
 
 
 def logit_params_in_rows(each: Sequence[SamplingParams], options: ResolvedOptions, num_rows: int) -> LogitParams:

@@ -81,7 +81,7 @@ def first_state(
         # A batch-invariant engine always computes all rows, so that drafts are free.
         row_cost=math.inf if options.batch_invariant else step_cost(0, is_gpu=options.is_gpu),
     )
-    state = State.create(setup, caches)
+    state = State.create(setup, caches, functions.vocabulary)
     if mesh is not None:
         weights, state = replicate(mesh, (weights, state))
     hidden, aux = output_types(setup, weights, state, mesh)

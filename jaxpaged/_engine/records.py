@@ -102,6 +102,8 @@ class EngineStats:
         num_found: tokens found in the prefix cache instead of computed.
         num_brought: tokens whose keys and values were copied back from host memory.
         host_bytes: bytes of cached blocks in host memory now.
+        num_grammar_states: states of the grammars of running requests in the pool now.
+        waits_for_grammar_room: whether requests wait now because the pool has no room for the next one's grammar.
         num_recomputed: computed tokens that preemptions discarded.
         num_preempted: preemptions.
     """
@@ -131,6 +133,8 @@ class EngineStats:
     num_found: int = 0
     num_brought: int = 0
     host_bytes: int = 0
+    num_grammar_states: int = 0
+    waits_for_grammar_room: bool = False
     num_recomputed: int = 0
     num_preempted: int = 0
 

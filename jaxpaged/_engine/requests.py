@@ -14,7 +14,9 @@ from jaxpaged._allocator.state import most_blocks
 from jaxpaged._engine.logit_params import check_logit_params, logit_params_in_rows
 from jaxpaged._engine.records import Completion, RequestOutput, Score
 from jaxpaged._engine.sampling_params import SamplingParams
+from jaxpaged._grammar.vocabulary import Vocabulary
 from jaxpaged._scheduler.records import Requests, RequestStatus, Sampling
+from jaxpaged._slice.grammars import FREE
 from jaxpaged._slice.options import ResolvedOptions
 from jaxpaged._slice.sampling import TopLogprobs
 from jaxpaged._slice.state import Inbox, Report
@@ -36,6 +38,7 @@ class CompletionState:
         place: the scheduler's index of it; None: it is not on the device, as far as the host has read.
         is_dropped: whether its output is discarded.
         num_cached: tokens found in the prefix cache when it started.
+        grammar_state: the first state of its grammar in the pool on the device.
     """
 
     request_id: int
@@ -48,6 +51,7 @@ class CompletionState:
     is_aborted: bool = False
     is_dropped: bool = False
     num_cached: int = 0
+    grammar_state: int = FREE
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
@@ -137,11 +141,15 @@ def check_vocabulary(tokens: np.ndarray, options: ResolvedOptions) -> None:
 
 
 def checked_request(
-    prompt: Sequence[int], params: SamplingParams, options: ResolvedOptions
+    prompt: Sequence[int], params: SamplingParams, options: ResolvedOptions, vocabulary: Vocabulary | None
 ) -> tuple[np.ndarray, SamplingParams]:
-    """The prompt as int32, and the parameters. Raises `ValueError` if the engine can never serve them."""
+    """The prompt as int32, and the parameters, with the stop tokens that end a grammar.
+
+    Raises `ValueError` if the engine can never serve them.
+    """
     tokens = checked_prompt(prompt)
     check_params(params)
+    params = with_end_tokens(params, options, vocabulary)
     check_vocabulary(tokens, options)
     limit = len(tokens) + params.max_tokens
     if limit > (max_model_len := options.max_model_len):
@@ -172,6 +180,22 @@ def checked_request(
         )
     check_logit_params(params, options)
     return tokens, params
+
+
+def with_end_tokens(params: SamplingParams, options: ResolvedOptions, vocabulary: Vocabulary | None) -> SamplingParams:
+    """The parameters with the end tokens of their grammar as stop tokens. Raises `ValueError` if it does not fit."""
+    grammar = params.grammar
+    if grammar is None:
+        return params
+    if vocabulary is None:
+        raise ValueError("a request has a grammar, and the engine no vocabulary: make it with Engine(vocabulary=...).")
+    if grammar.vocabulary != vocabulary.fingerprint:
+        raise ValueError("the grammar was compiled for another vocabulary than the engine's: compile it for this one.")
+    for name, size in (("num_grammar_states", grammar.num_states), ("num_grammar_masks", len(grammar.masks) + 1)):
+        if size > (most := getattr(options, name)):
+            raise ValueError(f"{grammar!r} needs {name}={size}, and the engine has {most}. Make it with more.")
+    ends = [token for token in vocabulary.end_token_ids if token not in params.stop_token_ids]
+    return dataclasses.replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
 
 
 def make_output(request_id: int, rows: Sequence[CompletionState]) -> RequestOutput:
@@ -229,6 +253,7 @@ def make_inbox(
         ),
         families=column([row.request_id % 2**31 for row in rows]),
         spans=np.zeros((num_rows, 2), np.int32),
+        grammar_states=column([row.grammar_state for row in rows]),
         logit_params=logit_params_in_rows([row.params for row in rows], options, num_rows),
         aborts=np.zeros(options.max_requests, np.bool_),
         forgets=forgets,

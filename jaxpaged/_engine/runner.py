@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxpaged._engine.books import Books, Sent
 from jaxpaged._engine.counting import count_report
+from jaxpaged._engine.grammar_room import GrammarRoom, Part, compile_put
 from jaxpaged._engine.host_tier.copies import HostCopies, check_host_tier
 from jaxpaged._engine.host_tier.tier import HostTier, Moves
 from jaxpaged._engine.inputs import find_deleted, keys_and_values, own
@@ -66,6 +67,10 @@ class Runner:
         if options.host_cache_bytes is not None:
             copies = HostCopies(options.host_cache_bytes, state, self.mesh, options.compiler_options)
             self.tier = HostTier(copies, least_tokens=options.chunk_tokens // 2, growth=options.growth)
+        self.room: GrammarRoom | None = None
+        if state.grammars is not None:
+            self.room = GrammarRoom(options.num_grammar_states, options.num_grammar_masks)
+            self._put_part = compile_put(state.grammars.pool, self.mesh)
         self.program = compile_program(setup, weights, state, self.mesh)
         self._last_report = self.program.no_report
         # The call of a slice needs milliseconds. On a CPU, or if the model has a loop, it blocks until its steps end.
@@ -117,6 +122,8 @@ class Runner:
             num_waiting=max(num_waiting, 0),
             num_brought=0 if self.tier is None else self.tier.num_brought,
             host_bytes=0 if self.tier is None else self.tier.host_bytes,
+            num_grammar_states=0 if self.room is None else self.room.num_used_states,
+            waits_for_grammar_room=self.room is not None and self.room.is_full,
         )
 
     def check_usable(self) -> None:
@@ -151,15 +158,18 @@ class Runner:
     @without_interrupts()
     def _send(self) -> None:
         """Starts a slice. If more requests wait than one slice accepts, slices without steps before it accept them."""
-        if self.tier is not None:
-            self.tier.before_send(self.books.rows_sent)
+        waiting = [each for each in (self.tier, self.room) if each is not None]
+        for each in waiting:
+            each.before_send(self.books.rows_sent)
         while True:
-            sent = self.books.send(MOST_ARRIVALS, None if self.tier is None else self.tier.holds)
+            sent = self.books.send(MOST_ARRIVALS, lambda row: any(each.holds(row) for each in waiting))
             has_more = self.books.has_more
             sent.num_steps = 0 if has_more else self.options.steps_per_slice
             try:
                 if self.tier is not None:
                     sent.moves = self.tier.next_moves()
+                if self.room is not None:
+                    sent.parts = self.room.parts_for(sent.rows)
                 inbox = self.program.inbox_of(
                     sent.rows,
                     sent.aborts,
@@ -190,6 +200,8 @@ class Runner:
                         self.state_of_slice = state
             except Exception as failure:
                 sent.failure = failure  # the slice runs anyway: later ones rely on its inbox
+            for part in sent.parts:
+                self.state_of_slice = self._with_part(self.state_of_slice, part)
             state, report = self.program.run(weights, self.state_of_slice, self._last_report, inbox)
             words = self.program.copy(report)
             self._watcher.submit(self._watch, sent, words)
@@ -206,6 +218,11 @@ class Runner:
             )
             raise self._unread_failure from failure
         return words
+
+    def _with_part(self, state: State, part: Part) -> State:
+        assert state.grammars is not None
+        pool = self._put_part(state.grammars.pool, *part)
+        return dataclasses.replace(state, grammars=dataclasses.replace(state.grammars, pool=pool))
 
     def _watch(self, sent: Sent, words: jax.Array) -> None:
         """Waits for the end of a slice, on the watcher's thread. A failure is raised where the slice is read."""
@@ -267,6 +284,8 @@ class Runner:
             places = dict(zip(report.request_ids.tolist(), sent.rows, strict=False))
             self.collector.take(sent.result(), report, self.books.on_device | places, sent.version)
         sent = self.books.take_places(report)
+        if self.room is not None:
+            self.room.note_arrival(sent.rows)
         rows = list(self.books.on_device.values())
         counts = self.books.take_tokens(report, sent.version)
         if self.tier is not None:

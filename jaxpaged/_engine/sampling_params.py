@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxpaged._grammar.records import Grammar
 from jaxpaged._integers import checked_size, checked_tuple
 
 LEAST, MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # finite float32 numbers above 0
@@ -38,6 +39,9 @@ class SamplingParams:
             sequence, the last one is not drawn. A sequence that begins in the prompt is not recognised. Stored as a
             tuple of tuples.
         min_tokens: the number of new tokens before any of `stop_token_ids` may be drawn.
+        grammar: a compiled grammar (`jaxpaged.grammar`) that the new tokens follow: each token is drawn from those that
+            can continue the answer. The end tokens of the grammar's vocabulary end the request. It ends where the
+            grammar is complete, or after `max_tokens`, maybe inside the grammar: see `Completion.finish_reason`.
         logits_ints: ints for the engine's `process_logits`, at most `num_logits_ints`. Stored as a tuple.
         logits_floats: numbers for the engine's `process_logits`, at most `num_logits_floats`. Stored as a tuple.
         stop_token_ids: each of these ends the request, and is kept as its last token. Stored as a tuple.
@@ -67,6 +71,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[Sequence[int]] = ()
     min_tokens: int = 0
+    grammar: Grammar | None = None
     logits_ints: Sequence[int] = ()
     logits_floats: Sequence[float] = ()
     seed: int | None = None
@@ -89,6 +94,8 @@ class SamplingParams:
             checked_size("seed", self.seed, 0, 2**32 - 1)
         if self.adapter is not None:
             checked_size("adapter", self.adapter, 0, 2**31 - 1)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise ValueError(f"grammar must be a jaxpaged.grammar.Grammar; got {self.grammar!r}.")
         for name, value in self._checked_sequences().items():
             object.__setattr__(self, name, value)
         for name in ("logprobs", "prompt_logprobs"):

@@ -9,6 +9,7 @@ import jax
 from jaxpaged._attention.attention_step import AttentionStep
 from jaxpaged._attention.writes import check_same_trace, check_written, watch_writes
 from jaxpaged._cache.kv_cache import caches_in
+from jaxpaged._grammar.vocabulary import Vocabulary
 from jaxpaged._slice.drafting import Draft
 from jaxpaged._slice.kinds import Kind
 from jaxpaged._slice.options import ResolvedOptions
@@ -22,12 +23,13 @@ ApplyHead = Callable[[Any, Any], jax.Array]  # weights and hidden states of some
 
 @dataclasses.dataclass(frozen=True)
 class Functions:
-    """The caller's functions, as the arguments of `Engine` describe them."""
+    """The caller's functions and vocabulary, as the arguments of `Engine` describe them."""
 
     apply: Apply
     head: ApplyHead | None
     draft: Draft | None = None
     process_logits: ProcessLogits | None = None
+    vocabulary: Vocabulary | None = None
 
 
 @dataclasses.dataclass(frozen=True)

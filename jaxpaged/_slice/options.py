@@ -16,6 +16,7 @@ LEAST = {  # lower bounds of the int fields
     **dict.fromkeys(
         ("vocab_size", "max_num_seqs", "max_model_len", "chunk_tokens", "max_requests", "steps_per_slice"), 1
     ),
+    **dict.fromkeys(("num_grammar_states", "num_grammar_masks"), 2),
     **dict.fromkeys(("num_stop_ids", "num_listed_tokens", "num_logits_ints", "num_logits_floats"), 0),
     **dict.fromkeys(("num_adapters", "num_speculative_tokens", "max_logprobs", "seed"), 0),
 }
@@ -42,6 +43,10 @@ class EngineOptions:
         num_stop_ids: the most stop tokens of a request.
         num_listed_tokens: the most tokens that a request lists in `logit_bias`, `allowed_token_ids` and `bad_words`
             together. Each needs 8 bytes for each of `max_requests` on the device.
+        num_grammar_states: room for the states of all grammars in use, with one for requests without a grammar. Each
+            needs 1 kB on the device. Read only if the engine has a `vocabulary`, like the next one.
+        num_grammar_masks: room for the masks of all grammars in use, with one for requests without a grammar. Each
+            needs a bit for each token of the vocabulary on the device.
         num_logits_ints: the most `logits_ints` of a request, numbers for `process_logits`.
         num_logits_floats: the most `logits_floats` of a request.
         num_adapters: the number of adapters of the model. Requests select one by its index. `apply` finds the adapter
@@ -79,6 +84,8 @@ class EngineOptions:
     steps_per_slice: int | None = None
     num_stop_ids: int = 4
     num_listed_tokens: int = 300
+    num_grammar_states: int = 8192
+    num_grammar_masks: int = 2048
     num_logits_ints: int = 0
     num_logits_floats: int = 0
     num_adapters: int = 0

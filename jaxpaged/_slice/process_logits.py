@@ -17,6 +17,7 @@ from jaxpaged._scheduler.arrays import per_seat, rows_of
 from jaxpaged._scheduler.records import Sampling, StepPlan
 from jaxpaged._scheduler.scheduler import Scheduler
 from jaxpaged._slice.columns import set_columns
+from jaxpaged._slice.grammars import FREE, Grammars
 from jaxpaged._slice.logit_params import LogitParams
 from jaxpaged._slice.logits_context import LogitsContext
 from jaxpaged._slice.penalties import penalise
@@ -72,6 +73,7 @@ class Processing:
         scheduler: the scheduler after the plan, with drafts after the known tokens.
         step: the plan.
         params: `[requests, ...]`.
+        grammars: the grammars of all requests; None: the engine has no vocabulary.
         function: the caller's function, if any.
         num_drafts: the most drafts of a seat in this kind of step.
     """
@@ -79,6 +81,7 @@ class Processing:
     scheduler: Scheduler
     step: StepPlan
     params: LogitParams
+    grammars: Grammars | None
     function: ProcessLogits | None
     num_drafts: int
 
@@ -109,7 +112,9 @@ class Processing:
         wide = logits.astype(jnp.float32)
 
         def by_params(wide: jax.Array) -> jax.Array:
-            return process(self.params_of_rows(seats, given), wide, self.context(seats, positions))
+            context = self.context(seats, positions)
+            processed = process(self.params_of_rows(seats, given), wide, context)
+            return processed if self.grammars is None else self.restrict(processed, wide, given, context)
 
         if self.function is None:
             return lax.cond(is_used, lambda: draw_from(by_params(wide), model_logits=logits), lambda: draw_from(logits))
@@ -118,6 +123,15 @@ class Processing:
         if describe(processed) != (wanted := f"float32 {list(logits.shape)}"):
             raise ValueError(f"process_logits must return the new logits, {wanted}; got {describe(processed)}.")
         return draw_from(jnp.where((given >= 0)[:, None], wide, processed), model_logits=logits)
+
+    def restrict(
+        self, logits: jax.Array, model_logits: jax.Array, given: jax.Array, context: LogitsContext
+    ) -> jax.Array:
+        """The logits with -inf for tokens that the grammars forbid."""
+        assert self.grammars is not None
+        states = jnp.where(given < 0, self.grammars.states_of_rows(self.scheduler, context), FREE)
+        restrict = functools.partial(self.grammars.restrict, model_logits=model_logits, states=states, context=context)
+        return lax.cond((states != FREE).any(), restrict, lambda logits: logits, logits)
 
     def params_of_rows(self, seats: jax.Array, given: jax.Array) -> LogitParams:
         """`[rows, ...]`, zeros for padding and given tokens."""

@@ -42,6 +42,9 @@ def run_slice(setup: Setup, weights: Any, state: State, inbox: Inbox) -> tuple[S
         (inbox.spans, inbox.logit_params),
     )
     drafting = None if state.drafting is None else state.drafting.reset(request_ids, jnp.asarray(inbox.families))
+    if (grammars := state.grammars) is not None:
+        states = grammars.states.at[request_ids].set(inbox.grammar_states, mode="drop")
+        state = dataclasses.replace(state, grammars=dataclasses.replace(grammars, states=states))
     state = dataclasses.replace(
         state, scheduler=scheduler, allocator=allocator, spans=spans, logit_params=logit_params, drafting=drafting
     )

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._allocator.prefix_cache import PrefixCache
+from jaxpaged._grammar.vocabulary import Vocabulary
 from jaxpaged._scheduler.records import Outbox, Requests
 from jaxpaged._scheduler.scheduler import Scheduler
 from jaxpaged._slice.drafting import Drafting
+from jaxpaged._slice.grammars import Grammars
 from jaxpaged._slice.logit_params import LogitParams
 from jaxpaged._slice.model import Setup
 from jaxpaged._slice.packing import num_words
@@ -33,6 +35,7 @@ class State:
     outputs: jax.Array  # int32 [steps, words], a packed `StepOutputs` for each step since the last report
     spans: jax.Array  # int32 [requests, 2], where the scored tokens of each request begin and end
     logit_params: LogitParams  # [requests]
+    grammars: Grammars | None  # None: the engine has no vocabulary
     num_waited: jax.Array  # int32 [], steps since prompts began to wait for a step with a chunk
     num_of_kind: jax.Array  # int32 [kinds], steps of each kind so far, modulo 2^32
     seat_groups: SeatGroups | None  # None: no kind reads shared blocks once
@@ -40,7 +43,7 @@ class State:
     drafting: Drafting | None  # None: no drafts
 
     @classmethod
-    def create(cls, setup: Setup, caches: Any) -> State:
+    def create(cls, setup: Setup, caches: Any, vocabulary: Vocabulary | None) -> State:
         """A state without requests, and without room for the model's outputs: see `with_outputs`."""
         options = setup.options
         num_seats, max_length, max_requests = options.max_num_seqs, options.max_model_len, options.max_requests
@@ -49,6 +52,10 @@ class State:
         prefixes = None
         if options.prefix_cache and max_length >= options.block_size:  # else no block could ever be found
             prefixes = PrefixCache.create(**pool, secret=secrets.randbits(128), num_groups=len(options.windows))
+        grammars = None
+        if vocabulary is not None:
+            room = dict(num_states=options.num_grammar_states, num_masks=options.num_grammar_masks)
+            grammars = Grammars.create(vocabulary, **room, max_requests=max_requests)
         return cls(
             scheduler=Scheduler.create(
                 max_requests=max_requests,
@@ -70,6 +77,7 @@ class State:
             outputs=jnp.zeros((options.steps_per_slice, 0), jnp.int32),
             spans=jnp.zeros((max_requests, 2), jnp.int32),
             logit_params=LogitParams.create(max_requests, options),
+            grammars=grammars,
             num_waited=jnp.zeros((), jnp.int32),
             num_of_kind=jnp.zeros(len(setup.kinds), jnp.int32),
             seat_groups=SeatGroups.create(num_seats) if setup.kinds[0].least_saved_reads is not None else None,
@@ -93,6 +101,7 @@ class Inbox:
     families: Any  # int32 [rows], the same number for completions of one request
     spans: Any  # int32 [rows, 2], begin and end of the tokens to score; `prompts` has them too, after the prompt
     logit_params: LogitParams  # [rows]
+    grammar_states: Any  # int32 [rows], the first state of each request, see `Grammars`
     aborts: Any  # bool [requests]
     forgets: Any  # bool [1 + adapters], whether the weights, or each adapter's, changed since the previous slice
     wants_logprobs: Any  # bool []

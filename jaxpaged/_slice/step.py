@@ -50,12 +50,13 @@ def one_step(setup: Setup, weights: Any, state: State, *, wants_logprobs: jax.Ar
     caches, hidden, aux = setup.model(weights, step.tokens, step.positions, state.caches, attention_step)
     head = functools.partial(apply_head, setup, weights, hidden)
     num_drafts = scheduler.num_drafts if kind.draws_all else 0
-    processing = Processing(scheduler, step, state.logit_params, setup.process_logits, num_drafts)
+    processing = Processing(scheduler, step, state.logit_params, state.grammars, setup.process_logits, num_drafts)
     (tokens, logprobs, top_logprobs), scores = score_and_sample(
         head, setup.options, processing, state.spans, kind, wants_logprobs
     )
     num_steps = scheduler.num_steps
     scheduler, allocator = scheduler.commit(allocator, step, tokens)
+    grammars = None if state.grammars is None else state.grammars.advance(step, state.scheduler, scheduler)
     if drafting is not None:
         before, after = (rows_of(s.num_known, step.request_ids) for s in (state.scheduler, scheduler))
         drafting = drafting.update(step, after - before, is_silent)
@@ -74,6 +75,7 @@ def one_step(setup: Setup, weights: Any, state: State, *, wants_logprobs: jax.Ar
         num_waited=count_wait(state.num_waited, scheduler.num_pending(allocator), num_known),
         num_of_kind=state.num_of_kind.at[index].add(1),
         num_saved_reads=state.num_saved_reads + num_saved_reads * allocator.block_size,
+        grammars=grammars,
         drafting=drafting,
     )
 

@@ -180,6 +180,7 @@ def create_engine(
     device=None,
     draft=None,
     process_logits=None,
+    vocabulary=None,
     shares=False,
     parts=(1,),
     **options,
@@ -193,7 +194,7 @@ def create_engine(
         weights, cache = jax.device_put((weights or random_weights(), create_cache(num_blocks)), device)
     least = mock.patch.object(program, "chosen_least_saved_reads", return_value=1 if shares else None)
     with least, mock.patch.object(kinds, "SHARING_TOKENS", 0), mock.patch.object(copies, "PARTS", parts):
-        functions = dict(head=head, draft=draft, process_logits=process_logits)
+        functions = dict(head=head, draft=draft, process_logits=process_logits, vocabulary=vocabulary)
         return Engine(model, weights, cache, **functions, options=EngineOptions(**sizes | options))
 
 

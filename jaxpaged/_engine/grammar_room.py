@@ -51,17 +51,13 @@ class GrammarRoom:
         self._is_full = False  # since `before_send`: whether a request waits for room
 
     @property
-    def num_used_states(self) -> int:
-        return sum(num_rows(grammar) for grammar in self._used)
-
-    @property
     def is_full(self) -> bool:
         """Whether a request waits for room."""
         return self._is_full
 
     def before_send(self, sent: Iterable[CompletionState]) -> None:
         """Prepares for `holds`. `sent`: rows on the device or in flight to it."""
-        self._used = {row.params.grammar for row in sent if row.params.grammar is not None}
+        self._used = grammars_of(sent)
         self._is_full = False
 
     def holds(self, row: CompletionState) -> bool:
@@ -79,17 +75,15 @@ class GrammarRoom:
 
     def parts_for(self, rows: Sequence[CompletionState]) -> list[Part]:
         """What must be copied to the device before these rows start."""
-        grammars = dict.fromkeys(row.params.grammar for row in rows)
         return [
             part
-            for grammar in grammars
-            if grammar is not None and grammar not in self._arrived
+            for grammar in grammars_of(rows) - self._arrived
             for part in parts_of(grammar, self._places[grammar], self.num_states, self.num_masks)
         ]
 
     def note_arrival(self, rows: Sequence[CompletionState]) -> None:
         """Records that the slice with these rows, and the copies before it, succeeded."""
-        self._arrived.update(grammar for grammar in self._places if any(row.params.grammar is grammar for row in rows))
+        self._arrived |= grammars_of(rows) & self._places.keys()
 
     def _find(self, grammar: Grammar) -> Place | None:
         """The place of a grammar, if necessary instead of unused ones. None: there is no room."""
@@ -110,6 +104,10 @@ class GrammarRoom:
         state = first_gap(states, num_rows(grammar), self.num_states)
         mask = first_gap(masks, len(grammar.masks), self.num_masks)
         return None if state is None or mask is None else Place(state, mask)
+
+
+def grammars_of(rows: Iterable[CompletionState]) -> set[Grammar]:
+    return {row.params.grammar for row in rows if row.params.grammar is not None}
 
 
 def num_rows(grammar: Grammar) -> int:

@@ -129,6 +129,8 @@ class Processing:
     ) -> jax.Array:
         """The logits with -inf for tokens that the grammars forbid."""
         assert self.grammars is not None
+        if (num_tokens := len(self.grammars.token_lengths)) != (vocab_size := logits.shape[1]):
+            raise ValueError(f"vocabulary must have a token for each of the {vocab_size} logits; got {num_tokens}.")
         states = jnp.where(given < 0, self.grammars.states_of_rows(self.scheduler, context), FREE)
         restrict = functools.partial(self.grammars.restrict, model_logits=model_logits, states=states, context=context)
         return lax.cond((states != FREE).any(), restrict, lambda logits: logits, logits)

@@ -36,11 +36,8 @@ TEXTS = [*map(chr, range(ord("a"), ord("h"))), *'0123456789{}[]",: -', "ab", "cd
 TOKENS = [text.encode() for text in TEXTS] + [None] * (VOCAB - len(TEXTS))
 END = VOCAB - 1
 VOCABULARY = Vocabulary(TOKENS, [END])
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"type": "integer"}, "b": {"enum": [True, 12, "cd"]}},
-    "required": ["b"],
-}
+PROPERTIES = {"a": {"type": "integer"}, "b": {"enum": [True, 12, "cd"]}}
+SCHEMA = {"type": "object", "properties": PROPERTIES, "required": ["b"]}
 GRAMMARS = (
     compile_json_schema(SCHEMA, VOCABULARY),
     compile_regex("(ab|c[d-g])+(12)?", VOCABULARY),
@@ -201,10 +198,8 @@ def test_a_grammar_stays_in_the_pool_until_its_room_is_needed():
     room.note_arrival(rows[:2])
     assert send(rows[:2], rows[3], rows[2], rows[3]) == ([False, True, True], 0)  # the last waits behind the third
     assert room.is_full
-    assert send(rows[1:2], rows[2]) == (
-        [third.num_states > first.num_states],
-        int(third.num_states <= first.num_states),
-    )
+    fits = third.num_states <= first.num_states
+    assert send(rows[1:2], rows[2]) == ([not fits], int(fits))
     assert send([], rows[2]) == ([False], 1)
     assert rows[2].grammar_state > FREE
 

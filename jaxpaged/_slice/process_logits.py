@@ -1,7 +1,7 @@
 """Changes logits before tokens are drawn: by the requests' parameters, in vLLM's order, then by the caller's function.
 
-A step in which no request uses the parameters samples from the model's logits in a branch of its own. So the logits
-are neither copied nor kept for logprobs. This compiles the sampling twice.
+The changed logits replace the model's in place, so a step in which no request uses the parameters pays nothing. If
+logprobs are wanted too, the head computes the model's logits again.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpaged._put import put
 from jaxpaged._scheduler.arrays import per_seat, rows_of
 from jaxpaged._scheduler.records import Sampling, StepPlan
 from jaxpaged._scheduler.scheduler import Scheduler
@@ -88,7 +89,7 @@ class Processing:
     def draw(
         self,
         sample: Callable[..., Drawn],
-        logits: jax.Array,
+        model_logits: Callable[[], jax.Array],
         seats: jax.Array,
         sampling: Sampling,
         positions: jax.Array,
@@ -98,31 +99,38 @@ class Processing:
 
         Args:
             sample: `sampling.sample` with options.
-            logits: `[rows, vocab]`, the model's.
+            model_logits: computes the model's logits, `[rows, vocab]`.
             seats: int32 `[rows]`, the seat of each row; for padding, at least the number of seats.
             sampling: the parameters of each row.
             positions: int32 `[rows]`, position of the token that each row's logits are for.
             given: int32 `[rows]`, tokens whose logprobs are returned; -1: draw one.
         """
-
-        def draw_from(processed: jax.Array, **options: Any) -> Drawn:
-            return sample(processed, sampling, positions, given=given, **options)
-
+        logits = model_logits() if self.function is None else model_logits().astype(jnp.float32)
         is_used = (per_seat(self.scheduler, self.params.is_used) & self.step.is_sampled).any()
-        wide = logits.astype(jnp.float32)
 
-        def by_params(wide: jax.Array) -> jax.Array:
-            context = self.context(seats, positions)
-            processed = process(self.params_of_rows(seats, given), wide, context)
-            return processed if self.grammars is None else self.restrict(processed, wide, given, context)
+        def by_params(logits: jax.Array) -> jax.Array:
+            params, context = self.params_of_rows(seats, given), self.context(seats, positions)
+            wide = logits.astype(jnp.float32)
+            changed = process(params, wide, context)
+            if self.grammars is not None:
+                changed = self.restrict(changed, wide, given, context)
+            # A scatter, so that XLA knows that it can work in place: else steps without changes would copy the logits.
+            return put(logits, jnp.arange(len(logits), dtype=jnp.int32), params.is_used, changed.astype(logits.dtype))
 
+        changed = lax.cond(is_used, by_params, lambda logits: logits, logits)
         if self.function is None:
-            return lax.cond(is_used, lambda: draw_from(by_params(wide), model_logits=logits), lambda: draw_from(logits))
-        processed = lax.cond(is_used, by_params, lambda wide: wide, wide)
-        processed = self.function(processed, self.context(seats, positions))
-        if describe(processed) != (wanted := f"float32 {list(logits.shape)}"):
-            raise ValueError(f"process_logits must return the new logits, {wanted}; got {describe(processed)}.")
-        return draw_from(jnp.where((given >= 0)[:, None], wide, processed), model_logits=logits)
+
+            def with_model_logits(function: Callable[[jax.Array], Any]) -> Any:
+                return lax.cond(is_used, lambda: function(model_logits()), lambda: function(changed))
+
+            return sample(changed, sampling, positions, given=given, with_model_logits=with_model_logits)
+        by_function = self.function(changed, self.context(seats, positions))
+        if describe(by_function) != (wanted := describe(changed)):
+            raise ValueError(f"process_logits must return the new logits, {wanted}; got {describe(by_function)}.")
+        changed = jnp.where((given >= 0)[:, None], changed, by_function)
+        return sample(
+            changed, sampling, positions, given=given, with_model_logits=lambda function: function(model_logits())
+        )
 
     def restrict(
         self, logits: jax.Array, model_logits: jax.Array, given: jax.Array, context: LogitsContext

@@ -19,8 +19,10 @@ before its last step is over. [slices_h200]
 """
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +74,7 @@ def sample(
     wants_logprobs: jax.Array,
     given: jax.Array | int = -1,
     *,
-    model_logits: jax.Array | None = None,
+    with_model_logits: Callable[[Callable[[jax.Array], Any]], Any] | None = None,
     is_processed: bool = False,
     num_top_logprobs: int = 0,
 ) -> Drawn:
@@ -85,8 +87,8 @@ def sample(
             seed.
         wants_logprobs: bool `[]`. Otherwise the logprobs and the most likely tokens are 0.
         given: int32 `[seats]`, tokens whose logprobs are returned instead; -1: the next token.
-        model_logits: `[seats, vocab]`, the model's, if `logits` were changed. Rows of given tokens must be equal. None:
-            `logits`.
+        with_model_logits: calls a function with the model's logits, `[seats, vocab]`, and returns its results, if
+            `logits` were changed. Rows of given tokens must be equal. None: the model's are `logits`.
         is_processed: the logprobs of drawn tokens come from the distribution that is drawn from, those of greedy tokens
             from `logits`. By default all are the model's, before temperature, top_k, min_p and top_p.
         num_top_logprobs: the number of most likely tokens.
@@ -101,32 +103,39 @@ def sample(
     # A branch over logits copies no cache, and a greedy step costs one pass over them.
     tokens = lax.cond(is_drawn.any(), lambda: jnp.where(is_drawn, draw.tokens(), most_likely), lambda: most_likely)
 
-    unchanged = logits if model_logits is None else model_logits
-
-    def logprobs() -> jax.Array:
+    def logprobs(model_logits: jax.Array) -> tuple[jax.Array, TopLogprobs | None]:
         own = jnp.where(given >= 0, given, tokens)
         if is_processed:
-            return draw.logprobs(own, is_drawn & (given < 0))
-        return logprobs_of(unchanged, own, best if model_logits is None else None)
+            of_tokens = draw.logprobs(own, is_drawn & (given < 0))
+        else:
+            of_tokens = logprobs_of(model_logits, own, best if model_logits is logits else None)
+        return of_tokens, TopLogprobs.of(model_logits, num_top_logprobs)
 
-    return tokens, *if_wanted(wants_logprobs, logprobs, unchanged, num_top_logprobs)
+    wanted = functools.partial(with_model_logits or (lambda function: function(logits)), logprobs)
+    return tokens, *if_wanted(wants_logprobs, wanted, len(logits), num_top_logprobs)
 
 
 def score(logits: jax.Array, given: jax.Array, wants_logprobs: jax.Array, *, num_top_logprobs: int = 0) -> Drawn:
     """As `sample` for given tokens. Always returns the greedy tokens, and scores them where `given` is -1."""
     tokens, best = best_of(logits)
     own = jnp.where(given >= 0, given, tokens)
-    return tokens, *if_wanted(wants_logprobs, lambda: logprobs_of(logits, own, best), logits, num_top_logprobs)
+
+    def logprobs() -> tuple[jax.Array, TopLogprobs | None]:
+        return logprobs_of(logits, own, best), TopLogprobs.of(logits, num_top_logprobs)
+
+    return tokens, *if_wanted(wants_logprobs, logprobs, len(logits), num_top_logprobs)
 
 
 def if_wanted(
-    wants_logprobs: jax.Array, logprobs: Callable[[], jax.Array], logits: jax.Array, num_top_logprobs: int
+    wants_logprobs: jax.Array,
+    logprobs: Callable[[], tuple[jax.Array, TopLogprobs | None]],
+    num_seats: int,
+    num_top_logprobs: int,
 ) -> tuple[jax.Array, TopLogprobs | None]:
-    """`logprobs()` and the most likely tokens if they are wanted, else zeros."""
-    num_seats = len(logits)
+    """The logprobs and the most likely tokens if they are wanted, else zeros."""
     return lax.cond(
         wants_logprobs,
-        lambda: (logprobs(), TopLogprobs.of(logits, num_top_logprobs)),
+        logprobs,
         lambda: (jnp.zeros(num_seats, jnp.float32), TopLogprobs.create(num_seats, num_top_logprobs)),
     )
 

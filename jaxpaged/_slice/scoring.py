@@ -161,7 +161,9 @@ def _by_row(
 ) -> tuple[Drawn, Scores]:
     """Samples or scores every row."""
     sampling = rows_of(step.sampling, step.seats) if kind.is_by_row else step.sampling
-    tokens, logprobs, top_logprobs = draw(head(None), step.seats, sampling, rows.positions, rows.given)
+    tokens, logprobs, top_logprobs = draw(
+        functools.partial(head, None), step.seats, sampling, rows.positions, rows.given
+    )
     scores = Scores(rows.request_ids, rows.positions, logprobs, tokens == rows.given, top_logprobs)
     drawn = jnp.where(rows.is_scored, rows.given, tokens), logprobs, top_logprobs
 
@@ -192,7 +194,7 @@ def _by_group(
     seats = jnp.arange(size, dtype=jnp.int32)  # more than there are: padding
 
     def draw_group(group: jax.Array) -> Drawn:
-        return draw(head(group), seats, sampling, rows.positions[group], rows.given[group])
+        return draw(functools.partial(head, group), seats, sampling, rows.positions[group], rows.given[group])
 
     def score_group(group: jax.Array) -> Drawn:
         return judge(head(group), rows.given[group])

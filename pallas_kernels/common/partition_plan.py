@@ -10,8 +10,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.common import sizes
+from pallas_kernels.common.sizes import ceil_div
 
 TILE = 64  # tokens; lengths are counted in tiles
 LEAST_TILES = 8  # a sequence up to this length stays whole: merging shorter partitions costs more than it saves
@@ -22,11 +24,11 @@ LONG = 3072  # tokens per KV head and SM
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PartitionPlan:
-    """The partitions of all sequences, the longest first; each sequence has at least one. Unused entries come last,
-    with the last sequence and an index that is not below its number of partitions."""
+    """The partitions of all sequences, the longest sequence first; each has at least one, and its partitions are
+    adjacent. Unused entries come last, with the last sequence and an index that is not below its number of
+    partitions."""
 
     partitions: jax.Array  # int32 [total_partitions, 3]: sequence, index in the sequence, partitions of the sequence
-    partition_starts: jax.Array  # int32 [seqs + 1], exclusive prefix sums, the last at most total_partitions
 
     @property
     def total_partitions(self) -> int:
@@ -72,26 +74,26 @@ def make(
     seqs = lengths.shape[0]
     first, end = jax.vmap(lambda length: sizes.tile_range(length, window, q_len, TILE))(lengths)
     tiles = jnp.clip(end - first, 0, 2**30 // seqs)  # so that their sum is an int32
-    most = jnp.maximum(-(-tiles.sum(dtype=jnp.int32) // (total_partitions - seqs)), LEAST_TILES)
+    most = jnp.maximum(ceil_div(tiles.sum(dtype=jnp.int32), total_partitions - seqs), LEAST_TILES)
     # A second wave of only a few programs leaves the GPU mostly idle, unless partitions are short.
     # [outliers_h100 of benchmarks/results/decisions/]
-    longer = most + jnp.arange(33, dtype=jnp.int32) * -(-most // 64)
-    fits = (_counts(tiles[None], longer[:, None]).sum(axis=1) <= at_once) & (longer <= most + most // 2)
-    most = jnp.where(fits.any() & (most > LEAST_TILES), longer[jnp.argmax(fits)], most)
+    longer = most + jnp.arange(33, dtype=jnp.int32) * ceil_div(most, 64)
+    fits = jax.vmap(_counts, in_axes=(None, 0))(tiles, longer).sum(axis=1, dtype=jnp.int32) <= at_once
+    longer = jnp.where(fits, longer, jnp.iinfo(jnp.int32).max).min()
+    most = jnp.where((most > LEAST_TILES) & (longer <= most + most // 2), longer, most)
     counts = _counts(tiles, most)
 
     # The longest start first, so that short ones fill the gaps at the end. [plan_order_h200, plans_h100]
-    order = jnp.argsort(-(tiles // counts)).astype(jnp.int32)
-    ends = jnp.cumsum(counts[order], dtype=jnp.int32)
+    # XLA makes one kernel of each comparison of all pairs, but several of a sort or a prefix sum.
+    shortest, seq_ids = lax.div(tiles, counts), jnp.arange(seqs, dtype=jnp.int32)
+    is_first = shortest[None] > shortest[:, None]
+    is_first |= (shortest[None] == shortest[:, None]) & (seq_ids[None] < seq_ids[:, None])
+    starts = jnp.where(is_first, counts[None], 0).sum(axis=1, dtype=jnp.int32)
     entries = jnp.arange(total_partitions, dtype=jnp.int32)
-    ranks = jnp.searchsorted(ends, entries, side="right", method="scan_unrolled").astype(jnp.int32)
-    ranks = jnp.minimum(ranks, seqs - 1)
-    seq_ids = order[ranks]
-    indices = entries - (ends[ranks] - counts[seq_ids])
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
-    return PartitionPlan(jnp.stack([seq_ids, indices, counts[seq_ids]], axis=1), starts)
+    seq_ids = jnp.argmax(jnp.where(starts[None] <= entries[:, None], starts[None], -1), axis=1).astype(jnp.int32)
+    return PartitionPlan(jnp.stack([seq_ids, entries - starts[seq_ids], counts[seq_ids]], axis=1))
 
 
 def _counts(tiles: jax.Array, most: jax.Array) -> jax.Array:
     """Number of partitions of sequences with `tiles` tiles, if a partition has at most `most` tiles."""
-    return jnp.maximum(-(-tiles // most), 1)
+    return jnp.maximum(ceil_div(tiles, most), 1)

@@ -172,7 +172,6 @@ def _launch(call: Call, *, config: Config) -> tuple[jax.Array, jax.Array]:
         "lengths": call.lengths,
         "num_read": call.num_read,
         "partitions": given(plan, lambda plan: plan.partitions),
-        "partition_starts": given(plan, lambda plan: plan.partition_starts),
         "options": OptionRefs.of(options, per_row, with_sinks=not by_xla, tree_bits=tree_bits),
     }
     # For XLA: the first partition of every sequence, then the second of every sequence: [partitions * seqs, ...].

@@ -45,7 +45,6 @@ class Refs:
     num_read: Any = None  # int32 [seqs], number of query tokens that are not padding
     # A plan, GMEM
     partitions: Any = None  # int32 [total_partitions, 3]
-    partition_starts: Any = None  # int32 [seqs + 1]
     # Several partitions, GMEM: see `results.partial_types`
     partial_acc: Any = None  # f32 [partitions of all sequences, kv_heads, value_width, rows]
     partial_ml: Any = None  # f32 [partitions of all sequences, kv_heads, 1, 2, rows]

@@ -40,7 +40,7 @@ class Partition:
             entry, kv_head = lax.axis_index("entry"), lax.axis_index("kv_head")
             seq, index, count = (refs.partitions[entry, i] for i in range(3))
             length = jnp.where(index < count, refs.lengths[seq], 0)
-            return cls(seq, kv_head, index, count, length, refs.partition_starts[seq])
+            return cls(seq, kv_head, index, count, length, entry - index)
         # In descending order: the longest runs of a prompt start first, and short ones fill the gaps at the end.
         # [prefill_h100 of benchmarks/results/decisions/]
         seq = refs.lengths.shape[0] - 1 - lax.axis_index("seq")

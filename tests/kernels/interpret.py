@@ -66,6 +66,11 @@ def changed(choice: Choice, **config: Any) -> Choice:
     return dataclasses.replace(choice, config=dataclasses.replace(choice.config, **config))
 
 
+def partitions_per_seq(plan: Any) -> np.ndarray:
+    seq_ids, indices, counts = np.asarray(plan.partitions).T
+    return np.bincount(seq_ids[indices < counts])
+
+
 def races_found() -> bool:
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # there is no public way to ask
 

@@ -17,7 +17,17 @@ from jaxpaged._attention.run import run
 from jaxpaged.debug import explain
 from pallas_kernels.common import partition_plan
 from tests.cases import OPTIONS, assert_within_budget, make_case, within_budget
-from tests.kernels.interpret import A100, H100, attend, by_decode, check, choose, make_call, races_found
+from tests.kernels.interpret import (
+    A100,
+    H100,
+    attend,
+    by_decode,
+    check,
+    choose,
+    make_call,
+    partitions_per_seq,
+    races_found,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +47,7 @@ jitted_make = jax.jit(partition_plan.make, static_argnames=("q_len", "total_part
 def make(lengths, total, *, window=None, q_len=1, at_once=0):
     window = None if window is None else np.int32(window)
     plan = jitted_make(np.asarray(lengths, np.int32), window, q_len=q_len, total_partitions=total, at_once=at_once)
-    return np.asarray(plan.partitions), np.asarray(plan.partition_starts)
+    return np.asarray(plan.partitions), partitions_per_seq(plan)
 
 
 @pytest.mark.parametrize("extra", [1, 3, 16, 100])
@@ -45,15 +55,12 @@ def make(lengths, total, *, window=None, q_len=1, at_once=0):
 def test_every_partition_is_somebodys_and_none_has_too_much(name, extra):
     lengths = np.array(LENGTHS[name])
     seqs, total = len(lengths), len(lengths) + extra
-    partitions, starts = make(lengths, total)
-    counts = np.diff(starts)
-    assert starts[0] == 0
-    assert starts[-1] <= total
+    partitions, counts = make(lengths, total)
     assert (counts >= 1).all()
     seq_ids, indices, of = partitions.T
     assert (of == counts[seq_ids]).all()
     working = indices < of
-    assert working.tolist() == [True] * starts[-1] + [False] * (total - starts[-1])
+    assert working.tolist() == [True] * counts.sum() + [False] * (total - counts.sum())
     assert sorted(zip(seq_ids[working], indices[working], strict=True)) == [
         (seq, index) for seq in range(seqs) for index in range(counts[seq])
     ]
@@ -64,8 +71,8 @@ def test_every_partition_is_somebodys_and_none_has_too_much(name, extra):
 
 def test_a_literal_plan():
     """2, 0, 80, 1 and 9 tiles, together 92, on 5 + 8 partitions: 12 tiles each at most."""
-    partitions, starts = make((70, 0, 64 * 80, 1, 64 * 9), 13)
-    assert starts.tolist() == [0, 1, 2, 9, 10, 11]
+    partitions, counts = make((70, 0, 64 * 80, 1, 64 * 9), 13)
+    assert counts.tolist() == [1, 1, 7, 1, 1]
     assert partitions[:, 0].tolist() == [2, 2, 2, 2, 2, 2, 2, 4, 0, 3, 1, 1, 1]
     assert partitions[:, 1].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 0, 0, 0, 1, 2]
     assert partitions[:, 2].tolist() == [7, 7, 7, 7, 7, 7, 7, 1, 1, 1, 1, 1, 1]
@@ -82,30 +89,29 @@ jitted_default = jax.jit(partition_plan.default, static_argnames=("q_len", "at_o
 
 def count_partitions(lengths):
     plan = jitted_default(np.asarray(lengths, np.int32), None, q_len=1, at_once=66)
-    return np.diff(plan.partition_starts)
+    return partitions_per_seq(plan)
 
 
 def test_partitions_that_all_run_at_once():
     """With a few tiles more each, no program starts when the others end."""
     lengths = (4096,) * 24
-    assert np.diff(make(lengths, 90)[1]).tolist() == [3] * 24
+    assert make(lengths, 90)[1].tolist() == [3] * 24
     assert count_partitions(lengths).tolist() == [2] * 24
     assert count_partitions((1024,) * 63 + (4096,)).tolist() == [1] * 63 + [3]  # and not 4
     assert count_partitions((256,) * 63 + (2048,)).tolist() == [1] * 63 + [4]  # but for short ones
     assert count_partitions((1024,) * 31 + (4096,)).sum() > 66  # of half as many tiles more it would still be too many
-    assert make((1400 * 64,) * 10, 150, at_once=100)[1][-1] == 100  # of 140 tiles, not of 100
+    assert make((1400 * 64,) * 10, 150, at_once=100)[1].sum() == 100  # of 140 tiles, not of 100
 
 
 def test_a_short_sequence_stays_whole():
-    _, starts = make((513, 512, 3), 100)
-    assert np.diff(starts).tolist() == [2, 1, 1]
+    assert make((513, 512, 3), 100)[1].tolist() == [2, 1, 1]
 
 
 def test_a_window_is_what_there_is_to_share():
     lengths = 64 * 100, 64 * 5
-    assert np.diff(make(lengths, 12)[1]).tolist() == [10, 1]
-    assert np.diff(make(lengths, 12, window=64 * 12)[1]).tolist() == [2, 1]
-    assert np.diff(make(lengths, 12, window=64 * 12, q_len=300)[1]).tolist() == [3, 1]
+    assert make(lengths, 12)[1].tolist() == [10, 1]
+    assert make(lengths, 12, window=64 * 12)[1].tolist() == [2, 1]
+    assert make(lengths, 12, window=64 * 12, q_len=300)[1].tolist() == [3, 1]
 
 
 def test_total():
@@ -128,7 +134,7 @@ def test_how_many_partitions_of_a_plan_run_at_once(gpu, kind, at_once):
     a = make_call(make_case(lengths=(3, 50), max_blocks=4, kv_heads=2, dtype=BF16, **kind))
     a = dataclasses.replace(a, k_cache=jax.ShapeDtypeStruct((4, 16, 8, 64), a.k_cache.dtype))
     a = dataclasses.replace(a, q=jax.ShapeDtypeStruct((2, a.q.shape[1], 4 * a.q.shape[2], 64), BF16))
-    plan = partition_plan.PartitionPlan(np.zeros((4, 3)), None)
+    plan = partition_plan.PartitionPlan(np.zeros((4, 3)))
     assert by_decode(dataclasses.replace(a, plan=plan), gpu).config.at_once == at_once
 
 
@@ -149,7 +155,7 @@ def test_a_plan_is_made_once_and_passed_to_a_scan(monkeypatch):
     def plans_inside(is_made_before):
         jaxpr = jax.make_jaxpr(layers, static_argnums=1)(q, is_made_before, *cache)
         (scan,) = (equation for equation in jaxpr.eqns if equation.primitive.name == "scan")
-        return str(scan.params["jaxpr"]).count("cumsum[")
+        return str(scan.params["jaxpr"]).count("argmax[")
 
     assert plans_inside(True) == 0
     assert plans_inside(False) == 1
@@ -170,7 +176,7 @@ def test_the_kernels_follow(kind):
     """Sequences that are whole, split, and empty; of 10 partitions of the longest the merge takes a few at once."""
     lengths = jnp.array([0, 1, 64 * 80, 64 * 16])
     plan = partition_plan.make(lengths, None, q_len=1, total_partitions=17)
-    assert jnp.diff(plan.partition_starts).tolist() == [1, 1, 10, 2]
+    assert partitions_per_seq(plan).tolist() == [1, 1, 10, 2]
     case = make_case(lengths=(0, 1, 620, 70), max_blocks=39, kv_heads=1, dtype=BF16, **kind)
     check(case, plan=plan, zero_fill="head_dim" in kind)
 
@@ -179,7 +185,7 @@ def test_the_kernels_follow(kind):
 def test_the_kernels_follow_a_plan_for_other_lengths(kind):
     """Partitions without a tile, all of a sequence of none."""
     plan = partition_plan.make(jnp.array([64 * 40, 64 * 16, 1]), None, q_len=1, total_partitions=12)
-    assert jnp.diff(plan.partition_starts).tolist() == [5, 2, 1]
+    assert partitions_per_seq(plan).tolist() == [5, 2, 1]
     check(make_case(lengths=(70, 0, 9), max_blocks=5, kv_heads=1, dtype=BF16, **kind), plan=plan)
 
 
@@ -200,7 +206,7 @@ def test_mapped_calls_follow_no_plan(mapped):
         cases[1] = cases[0].replace(q=cases[mapped == "queries"].q)
     a, *_ = singles = list(map(make_call, cases))
     plan = partition_plan.make(jnp.array([3, 64 * 16]), None, q_len=1, total_partitions=5)
-    assert jnp.diff(plan.partition_starts).tolist() == [1, 2]
+    assert partitions_per_seq(plan).tolist() == [1, 2]
     choice = by_decode(dataclasses.replace(a, plan=plan), H100)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     launch = functools.partial(run, dataclasses.replace(choice, interpret=interpret))
@@ -273,9 +279,9 @@ def test_one_sequence_gets_no_plan():
 @pytest.mark.parametrize("lengths", [(0, 100_000), (2**31 - 1, 3), (2**31 - 64,) * 100, (1, 2, 3)])
 @pytest.mark.parametrize(("window", "q_len"), [(None, 1), (2**31 - 1, 4), (1, 4)])
 def test_no_length_and_no_window_breaks_a_plan(lengths, window, q_len):
-    partitions, starts = make(lengths, 2 * len(lengths), window=window, q_len=q_len)
-    assert (np.diff(starts) >= 1).all()
-    assert starts[-1] <= 2 * len(lengths)
+    partitions, counts = make(lengths, 2 * len(lengths), window=window, q_len=q_len)
+    assert (counts >= 1).all()
+    assert counts.sum() <= 2 * len(lengths)
     assert (partitions[:, 0] < len(lengths)).all()
 
 

@@ -71,10 +71,7 @@ SIZES = dict(num_blocks=8, block_size=4)
         (CacheLayer(CACHE, 1), f"CacheLayer(stack={CACHE_TEXT}, index=1)"),
         (jax.eval_shape(lambda: CACHE), CACHE_TEXT),
         (jax.tree.map(lambda _: None, CACHE), "KVCache(k=None, v=None, k_scale=None, v_scale=None)"),
-        (
-            make_plan(jnp.array([3]), num_kv_heads=2),
-            "PartitionPlan(partitions=int32[2,3], partition_starts=int32[2])",
-        ),
+        (make_plan(jnp.array([3]), num_kv_heads=2), "PartitionPlan(partitions=int32[2,3])"),
     ],
     ids=["cache", "layer", "shapes", "none", "plan"],
 )

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
@@ -59,8 +60,14 @@ def with_due[S: SchedulerState](scheduler: S, is_due: jax.Array | bool) -> S:
 
 
 def admit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, is_open: ArrayLike) -> S:
-    candidates = jnp.where(is_open, first_waiting(scheduler), scheduler.max_requests)
-    return give_seats(scheduler, allocator, candidates)[0]
+    has_seat = (scheduler.seated == scheduler.max_requests).any()
+    is_waiting = (scheduler.statuses == RequestStatus.WAITING).any()
+    return lax.cond(
+        is_open & has_seat & is_waiting,
+        lambda scheduler: give_seats(scheduler, allocator, first_waiting(scheduler))[0],
+        lambda scheduler: scheduler,
+        scheduler,
+    )
 
 
 def first_waiting(scheduler: SchedulerState) -> jax.Array:
@@ -221,9 +228,9 @@ def pack(
     computed = rows_of(allocator.lengths - given, seats)
     seats = jnp.where(is_token, seats, num_seqs)
     positions = jnp.where(is_token, computed + offsets, 0)
-    request_ids = scheduler.seated.at[seats].get(mode="fill", fill_value=scheduler.max_requests)
+    tokens = scheduler.tokens.at[rows_of(scheduler.seated, seats), positions].get(mode="clip")
     return StepPlan(
-        tokens=scheduler.tokens.at[request_ids, positions].get(mode="fill", fill_value=0),
+        tokens=jnp.where(is_token, tokens, 0),
         positions=positions,
         seats=seats,
         slots=allocator.slots(seats, positions),

@@ -116,19 +116,16 @@ class Rows:
         positions = step.positions + 1
         begin, end = rows_of(spans, request_ids).T
         is_scored = (begin <= positions) & (positions < end)
-        known = scheduler.tokens.at[request_ids, positions].get(mode="fill", fill_value=0)
+        known = scheduler.tokens.at[request_ids, positions].get(mode="clip")
         given = jnp.where(is_scored, known, -1)
         return cls(jnp.where(is_scored, request_ids, scheduler.max_requests), positions, is_scored, given)
 
 
 def drawn_rows(step: StepPlan, kind: Kind, *, num_drafts: int) -> jax.Array:
     """The row that each token of `score_and_sample` is drawn from, int32 `[seats]`, or `[seats, drafts + 1]`."""
-    if kind.draws_all:
-        return (step.last - step.num_drafts)[:, None] + jnp.arange(num_drafts + 1, dtype=jnp.int32)[None]
-    if kind.is_mixed:
+    if not kind.draws_all:
         return step.last
-    rows = jnp.arange(len(step.seats), dtype=jnp.int32)
-    return jnp.zeros(kind.num_seats, jnp.int32).at[step.seats].set(rows, mode="drop")
+    return (step.last - step.num_drafts)[:, None] + jnp.arange(num_drafts + 1, dtype=jnp.int32)[None]
 
 
 def score_and_sample(
@@ -167,13 +164,9 @@ def _by_row(
     scores = Scores(rows.request_ids, rows.positions, logprobs, tokens == rows.given, top_logprobs)
     drawn = jnp.where(rows.is_scored, rows.given, tokens), logprobs, top_logprobs
 
-    if kind.draws_all:
+    if kind.is_by_row:
         index = drawn_rows(step, kind, num_drafts=scheduler.num_drafts)
         drawn = jax.tree.map(lambda x: x.at[index].get(mode="clip"), drawn)
-    elif kind.is_by_row:
-        drawn = jax.tree.map(
-            lambda x: jnp.zeros((kind.num_seats, *x.shape[1:]), x.dtype).at[step.seats].set(x, mode="drop"), drawn
-        )
     return drawn, scores
 
 

@@ -38,7 +38,7 @@ def plan[S: SchedulerState](
     scheduler = dataclasses.replace(
         with_due(scheduler, scheduler.was_refused & ~was_refused),
         was_refused=was_refused,
-        num_computed=scheduler.num_computed + given.sum(dtype=jnp.int32),
+        counters=scheduler.counters.at[1].add(given.sum(dtype=jnp.int32)),
     )
     is_victim = ~ok.all() & last_in_rank(is_seated, allocator.lengths > 0, ranks)
     # With one row per seat, row i belongs to seat i: attention needs neither packed queries nor gathered tables.
@@ -221,8 +221,9 @@ def pack(
     if taken is None:
         ends, seats, offsets = rows + 1, rows, jnp.zeros_like(rows)
     else:
-        ends = jnp.cumsum(taken, dtype=jnp.int32)
-        seats = jnp.searchsorted(ends, rows, side="right", method="compare_all").astype(jnp.int32)
+        seats = jnp.arange(num_seqs, dtype=jnp.int32)
+        ends = jnp.where(seats[None] <= seats[:, None], taken[None], 0).sum(axis=1, dtype=jnp.int32)
+        seats = (ends[None] <= rows[:, None]).sum(axis=1, dtype=jnp.int32)
         offsets = rows - rows_of(ends - taken, seats)
     is_token = offsets < rows_of(given, seats)
     computed = rows_of(allocator.lengths - given, seats)

@@ -38,7 +38,6 @@ def commit[S: SchedulerState](
             jnp.where(is_new, tokens, -1).reshape(-1), mode="drop"
         ),
         outbox_request_ids=scheduler.outbox_request_ids.at[scheduler.num_steps].set(of_each.reshape(-1), mode="drop"),
-        num_steps=jnp.minimum(scheduler.num_steps + 1, scheduler.outbox_tokens.shape[0]),
     )
     if most > 1:
         lengths = jnp.where(is_sampled, num_known - 1, allocator.lengths)
@@ -52,6 +51,7 @@ def commit[S: SchedulerState](
     becomes = jnp.where(is_exhausted, RequestStatus.EXHAUSTED, RequestStatus.WAITING).astype(jnp.int32)
     becomes = jnp.where(is_stopped, RequestStatus.STOPPED, becomes)
     given_up = jnp.where(is_preempted, allocator.lengths, 0).sum(dtype=jnp.int32)
+    more = (~scheduler.is_outbox_full).astype(jnp.int32), jnp.int32(0), given_up, is_preempted.sum(dtype=jnp.int32)
     prefixes = scheduler.prefixes
     if prefixes is None:
         allocator = allocator.free(leaves)
@@ -62,8 +62,7 @@ def commit[S: SchedulerState](
         statuses=put(scheduler.statuses, scheduler.seated, leaves, becomes),
         seated=jnp.where(leaves, num_requests, scheduler.seated),
         prefixes=prefixes,
-        num_recomputed=scheduler.num_recomputed + given_up,
-        num_preempted=scheduler.num_preempted + is_preempted.sum(dtype=jnp.int32),
+        counters=scheduler.counters + jnp.stack(more),
     )
     return scheduler, allocator
 
@@ -129,6 +128,6 @@ def drain[S: SchedulerState](scheduler: S) -> tuple[S, Outbox]:
         statuses=jnp.where(is_finished, RequestStatus.FREE, scheduler.statuses),
         outbox_tokens=jnp.full_like(scheduler.outbox_tokens, -1),
         outbox_request_ids=jnp.full_like(scheduler.outbox_request_ids, scheduler.max_requests),
-        num_steps=jnp.zeros_like(scheduler.num_steps),
+        counters=scheduler.counters.at[0].set(0),
     )
     return scheduler, outbox

@@ -47,11 +47,8 @@ class Scheduler(SchedulerState):
         was_refused: bool `[]`, whether the last plan had too few blocks for a seated request.
         outbox_tokens: int32 `[max_steps, seats * (num_drafts + 1)]`, tokens sampled since the last drain.
         outbox_request_ids: int32, as `outbox_tokens`, the request of each token; `max_requests`: none.
-        num_steps: int32 `[]`, commits since the last drain.
         next_arrival: int32 `[]`.
-        num_computed: int32 `[]`, tokens planned so far; modulo 2^32, as are the next two.
-        num_recomputed: int32 `[]`, computed tokens that preemption discarded.
-        num_preempted: int32 `[]`, preemptions.
+        counters: int32 `[4]`: `num_steps`, `num_computed`, `num_recomputed` and `num_preempted`.
         prefixes: the prefix cache, and what it tracks for each seat. None: no prefix cache.
 
     `broken_invariants` checks that all of this is consistent. `docs/scheduler.md` states the policy, proves that each
@@ -145,11 +142,8 @@ class Scheduler(SchedulerState):
             was_refused=jnp.zeros((), jnp.bool_),
             outbox_tokens=full(max_steps, num_seqs * (num_drafts + 1), value=-1),
             outbox_request_ids=full(max_steps, num_seqs * (num_drafts + 1), value=max_requests),
-            num_steps=full(),
             next_arrival=full(),
-            num_computed=full(),
-            num_recomputed=full(),
-            num_preempted=full(),
+            counters=full(4),
             prefixes=prefixes,
         )
 

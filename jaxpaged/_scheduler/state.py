@@ -77,11 +77,8 @@ class SchedulerState:
     was_refused: jax.Array
     outbox_tokens: jax.Array
     outbox_request_ids: jax.Array
-    num_steps: jax.Array
     next_arrival: jax.Array
-    num_computed: jax.Array
-    num_recomputed: jax.Array
-    num_preempted: jax.Array
+    counters: jax.Array
     prefixes: Prefixes | None
 
     @property
@@ -91,6 +88,26 @@ class SchedulerState:
     @property
     def num_seqs(self) -> int:
         return self.seated.shape[-1]
+
+    @property
+    def num_steps(self) -> jax.Array:
+        """Commits since the last drain, int32 `[]`."""
+        return self.counters[..., 0]
+
+    @property
+    def num_computed(self) -> jax.Array:
+        """Tokens planned so far, int32 `[]`; modulo 2^32, as are the next two."""
+        return self.counters[..., 1]
+
+    @property
+    def num_recomputed(self) -> jax.Array:
+        """Computed tokens that preemption discarded, int32 `[]`."""
+        return self.counters[..., 2]
+
+    @property
+    def num_preempted(self) -> jax.Array:
+        """Preemptions, int32 `[]`."""
+        return self.counters[..., 3]
 
     @property
     def num_drafts(self) -> int:

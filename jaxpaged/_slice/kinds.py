@@ -179,11 +179,9 @@ def quickest(kinds: Sequence[Kind], num_needing: jax.Array, num_pending: jax.Arr
     return jnp.argmax(jnp.where(widths >= num_needing, pace, -1.0)).astype(jnp.int32)
 
 
-def count_wait(num_waited: jax.Array, num_pending: jax.Array, num_known: jax.Array) -> jax.Array:
+def count_wait(num_waited: jax.Array, num_pending: jax.Array, had_chunk: ArrayLike) -> jax.Array:
     """Updates `num_waited` after a step.
 
-    `num_pending`: prompt tokens not yet computed. `num_known`: int32 `[seats]`, known tokens that each seat computes in
-    the step.
+    `num_pending`: prompt tokens not yet computed. `had_chunk`: whether a seat computed several known tokens.
     """
-    had_chunk = (num_known > 1).any()
-    return jnp.where((num_pending > 0) & ~had_chunk, num_waited + 1, 0)
+    return jnp.where((num_pending == 0) | had_chunk, 0, num_waited + 1)

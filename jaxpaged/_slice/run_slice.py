@@ -83,6 +83,8 @@ def make_report(setup: Setup, state: State, request_ids: jax.Array, submit_statu
     no_outputs = StepOutputs.create(setup, scheduler)
     outputs = jax.vmap(lambda words: unpack(words, no_outputs))(state.outputs)
     is_step = jnp.arange(len(state.outputs), dtype=jnp.int32) < outbox.num_steps
+    kinds = jnp.arange(len(state.num_of_kind), dtype=jnp.int32)[None]
+    num_of_kind = state.num_of_kind + (is_step[:, None] & (outputs.kind[:, None] == kinds)).sum(axis=0, dtype=jnp.int32)
     scored = jnp.where(is_step[:, None], outputs.scores.request_ids, scheduler.max_requests)
     report = Report(
         request_ids=request_ids,
@@ -94,7 +96,7 @@ def make_report(setup: Setup, state: State, request_ids: jax.Array, submit_statu
         scores=dataclasses.replace(outputs.scores, request_ids=scored),
         num_running=(scheduler.seated < scheduler.max_requests).sum(dtype=jnp.int32),
         num_free=allocator.num_free,
-        num_of_kind=state.num_of_kind,
+        num_of_kind=num_of_kind,
         num_saved_reads=state.num_saved_reads,
         num_drafted=zero if drafting is None else drafting.num_drafted,
         num_accepted=zero if drafting is None else drafting.num_accepted,
@@ -120,7 +122,7 @@ def make_report(setup: Setup, state: State, request_ids: jax.Array, submit_statu
             salts=prefixes.salt,
             room=allocator.num_free + allocator.num_held_by_each().sum(dtype=jnp.int32) - num_needed,
         )
-    return dataclasses.replace(state, scheduler=scheduler), report
+    return dataclasses.replace(state, scheduler=scheduler, num_of_kind=num_of_kind), report
 
 
 def change_seats_if_due(state: State, is_open: jax.Array) -> State:

@@ -52,6 +52,7 @@ class StepOutputs:
     top_logprobs: TopLogprobs | None  # [draws]; None: max_logprobs is 0
     aux: Any  # each leaf [draws, ...], the model's `aux` for the row that each token was drawn from
     scores: Scores  # [rows]
+    kind: jax.Array  # int32 [], index of the step's kind
 
     @classmethod
     def create(cls, setup: Setup, scheduler: Scheduler) -> StepOutputs:
@@ -68,12 +69,14 @@ class StepOutputs:
                 is_best=jnp.zeros(most_scored, jnp.bool_),
                 top_logprobs=TopLogprobs.create(most_scored, setup.options.max_logprobs),
             ),
+            kind=jnp.zeros((), jnp.int32),
         )
 
     def with_step(
-        self, kind: Kind, logprobs: jax.Array, top_logprobs: TopLogprobs | None, aux: Any, scores: Scores
+        self, kind: Kind, index: int, logprobs: jax.Array, top_logprobs: TopLogprobs | None, aux: Any, scores: Scores
     ) -> StepOutputs:
-        """Adds the results of `score_and_sample` for a step of this kind, and the `aux` of the sampled rows."""
+        """Adds the results of `score_and_sample` for a step of this kind, the kind's index, and the `aux` of the
+        sampled rows."""
 
         def pad(new: jax.Array) -> jax.Array:
             new = new if kind.draws_all else new[:, None]
@@ -87,7 +90,7 @@ class StepOutputs:
             lambda old, new: lax.dynamic_update_slice_in_dim(old, new, 0, axis=0), self.scores, scores
         )
         logprobs, top_logprobs, aux = jax.tree.map(pad, (logprobs, top_logprobs, aux))
-        return StepOutputs(logprobs, top_logprobs, aux, scores)
+        return StepOutputs(logprobs, top_logprobs, aux, scores, jnp.int32(index))
 
 
 def group_size(kind: Kind) -> int:

@@ -64,16 +64,15 @@ def one_step(setup: Setup, weights: Any, state: State, *, wants_logprobs: jax.Ar
 
     rows = drawn_rows(step, kind, num_drafts=scheduler.num_drafts)
     aux = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), aux)
-    outputs = StepOutputs.create(setup, scheduler).with_step(kind, logprobs, top_logprobs, aux, scores)
-    num_known = jnp.diff(step.query_starts) - step.num_drafts
+    outputs = StepOutputs.create(setup, scheduler).with_step(kind, index, logprobs, top_logprobs, aux, scores)
+    had_chunk = (jnp.diff(step.query_starts) - step.num_drafts > 1).any() if kind.is_mixed else False
     return dataclasses.replace(
         state,
         scheduler=scheduler,
         allocator=allocator,
         caches=caches,
         outputs=state.outputs.at[num_steps].set(pack(outputs, jnp), mode="drop"),
-        num_waited=count_wait(state.num_waited, scheduler.num_pending(allocator), num_known),
-        num_of_kind=state.num_of_kind.at[index].add(1),
+        num_waited=count_wait(state.num_waited, scheduler.num_pending(allocator), had_chunk),
         num_saved_reads=state.num_saved_reads + num_saved_reads * allocator.block_size,
         grammars=grammars,
         drafting=drafting,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.interface import Call
-from pallas_kernels.common.sizes import rem
+from pallas_kernels.common.sizes import ceil_div, rem
 from pallas_kernels.prefill.config import Cut
 
 # Keys and values that fit into the L2 cache (H100: 50 MB). 8 x 1024 tokens with 32/32 heads have 134 MB.
@@ -44,51 +44,54 @@ def make_work_list(call: Call, config: Cut) -> WorkList:
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), starts])
     counts = jnp.concatenate([starts[1:], jnp.full(1, tokens, jnp.int32)]) - starts  # padding is first and last
     lengths = jnp.pad(lengths, 1)
-    ends = jnp.cumsum(-(-counts // item_tokens), dtype=jnp.int32)
-    order = jnp.arange(max_entries(tokens, seqs, item_tokens), dtype=jnp.int32)
-    owner = jnp.searchsorted(ends, order, side="right", method="scan_unrolled").astype(jnp.int32)
+    num_items = ceil_div(counts, item_tokens)
+    owners = jnp.arange(seqs + 2, dtype=jnp.int32)
+    # XLA makes one kernel of each comparison of all pairs, but several of a sort or a prefix sum.
+    begins = jnp.where(owners[None] < owners[:, None], num_items[None], 0).sum(axis=1, dtype=jnp.int32)
+    index = jnp.arange(max_entries(tokens, seqs, item_tokens), dtype=jnp.int32)
+    owner = ((begins + num_items)[None] <= index[:, None]).sum(axis=1, dtype=jnp.int32)
     exists = owner < seqs + 2
     owner = jnp.minimum(owner, seqs + 1)
-    offset = (order - (ends - (-(-counts // item_tokens)))[owner]) * item_tokens
+    in_sequence = index - begins[owner]
+    offset = in_sequence * item_tokens
     num_tokens = jnp.clip(counts[owner] - offset, 0, item_tokens)
     position = lengths[owner] - (counts[owner] - offset if config.causal else 1)
     seq = jnp.clip(owner - 1, 0, seqs - 1)
     entries = jnp.stack([seq, starts[owner] + offset, position, num_tokens, lengths[owner]], axis=1)
 
     num_seen = position + (num_tokens if config.causal else 1)
-    num_tiles = jnp.maximum(-(-num_seen // config.tile_tokens), 1)
+    num_tiles = jnp.maximum(ceil_div(num_seen, config.tile_tokens), 1)
     longest_first = _longest_first(num_tiles, owner, exists)
-    by_sequence = _by_sequence(lengths, order, owner, ends, exists)
+    by_sequence = _by_sequence(lengths, num_items, owner, in_sequence)
     token_bytes = 2 * call.kv_heads * call.head_dim * call.k_cache.dtype.itemsize
     fits = lengths.astype(jnp.float32).sum() * token_bytes <= L2_BYTES
-    return WorkList(entries[jnp.where(fits, longest_first, by_sequence)], ends[-1:])
+    place = jnp.where(fits, longest_first, jnp.where(exists, by_sequence, index))
+    return WorkList(jnp.zeros_like(entries).at[place].set(entries, unique_indices=True), num_items.sum(keepdims=True))
 
 
 def _longest_first(num_tiles: jax.Array, owner: jax.Array, exists: jax.Array) -> jax.Array:
-    """The order with the longest entries first, so that short ones fill the gaps at the end. Entries of about the same
-    length are ordered by sequence."""
+    """Places with the longest entries first, so that short ones fill the gaps at the end. Entries of about the same
+    length are ordered by sequence, and in a sequence from last to first."""
     about = (8 * jnp.log2(num_tiles.astype(jnp.float32))).astype(jnp.int32)
     keys = jnp.where(exists, -about * (owner.max() + 1) + owner, jnp.int32(2**31 - 1))
-    return keys.shape[0] - 1 - jnp.argsort(keys[::-1], stable=True).astype(jnp.int32)
+    index = jnp.arange(len(keys), dtype=jnp.int32)
+    is_before = (keys[None] < keys[:, None]) | ((keys[None] == keys[:, None]) & (index[None] > index[:, None]))
+    return is_before.sum(axis=1, dtype=jnp.int32)
 
 
-def _by_sequence(
-    lengths: jax.Array, order: jax.Array, owner: jax.Array, ends: jax.Array, exists: jax.Array
-) -> jax.Array:
-    """Orders the entries so that keys and values are read again soon: sequence by sequence, the longest sequence first.
+def _by_sequence(lengths: jax.Array, num_items: jax.Array, owner: jax.Array, in_sequence: jax.Array) -> jax.Array:
+    """Places such that keys and values are read again soon: sequence by sequence, the longest sequence first.
 
     Sequences alternate between longest entry first and longest entry last, so that programs get equal shares. The last
     sequence starts with its longest, so that its short entries fill the gaps at the end.
     """
-    counts = jnp.diff(ends, prepend=jnp.int32(0))
-    ranked = jnp.argsort(-lengths, stable=True)
-    rank = jnp.argsort(ranked, stable=True)
-    starts = (jnp.cumsum(counts[ranked], dtype=jnp.int32) - counts[ranked])[rank]
-    in_sequence = order - (ends - counts)[owner]
-    is_turned = (lengths.shape[0] - 1 - rank[owner]) % 2 == 0  # padding counts as two sequences without tokens
-    turned = jnp.where(is_turned, counts[owner] - 1 - in_sequence, in_sequence)
-    target = jnp.where(exists, starts[owner] + turned, order)
-    return jnp.zeros_like(order).at[target].set(order, unique_indices=True)
+    index = jnp.arange(len(lengths), dtype=jnp.int32)
+    is_before = lengths[None] > lengths[:, None]
+    is_before |= (lengths[None] == lengths[:, None]) & (index[None] < index[:, None])
+    rank = is_before.sum(axis=1, dtype=jnp.int32)
+    starts = jnp.where(is_before, num_items[None], 0).sum(axis=1, dtype=jnp.int32)
+    is_turned = (len(lengths) - 1 - rank[owner]) % 2 == 0  # padding counts as two sequences without tokens
+    return starts[owner] + jnp.where(is_turned, num_items[owner] - 1 - in_sequence, in_sequence)
 
 
 def item_index(i: jax.Array, program: jax.Array, num_programs: int) -> jax.Array:

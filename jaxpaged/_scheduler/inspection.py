@@ -21,7 +21,7 @@ def broken_invariants(scheduler: SchedulerState, allocator: BlockAllocator) -> t
         "seats_name_requests": ((seats >= 0) & (seats <= num_requests)).all(),
         "statuses_are_known": np.isin(statuses, list(RequestStatus)).all(),
         "order_has_each_request_once": (np.sort(order) == np.arange(num_requests)).all(),
-        "outbox_holds_its_steps": 0 <= int(scheduler.num_steps) <= scheduler.outbox_tokens.shape[0],
+        "outbox_holds_its_steps": 0 <= int(scheduler.num_steps) <= len(scheduler.outbox),
     }
     if not all(first.values()):
         return broken_names(first)
@@ -85,7 +85,7 @@ def describe(scheduler: SchedulerState) -> str:
     num_finished = int((statuses > RequestStatus.RUNNING).sum())
     lines = [
         f"Scheduler: {len(taken)} of {len(seats)} seats taken, {num_waiting} requests waiting, {num_finished} finished "
-        f"(of {len(statuses)}), {int(scheduler.num_steps)} of {len(scheduler.outbox_tokens)} steps in the outbox"
+        f"(of {len(statuses)}), {int(scheduler.num_steps)} of {len(scheduler.outbox)} steps in the outbox"
     ]
     lines += [
         f"  seat {seat}: request {seats[seat]}, {known[seats[seat]]} of at most {limits[seats[seat]]} tokens known"

@@ -60,7 +60,7 @@ def with_due[S: SchedulerState](scheduler: S, is_due: jax.Array | bool) -> S:
 
 
 def admit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, is_open: ArrayLike) -> S:
-    has_seat = (scheduler.seated == scheduler.max_requests).any()
+    has_seat = (scheduler.statuses == RequestStatus.RUNNING).sum(dtype=jnp.int32) < scheduler.num_seqs
     is_waiting = (scheduler.statuses == RequestStatus.WAITING).any()
     return lax.cond(
         is_open & has_seat & is_waiting,

@@ -10,7 +10,7 @@ from jaxpaged._put import put
 from jaxpaged._scheduler import planning, seats
 from jaxpaged._scheduler.arrays import per_seat
 from jaxpaged._scheduler.records import Outbox, RequestStatus, StepPlan
-from jaxpaged._scheduler.state import SchedulerState
+from jaxpaged._scheduler.state import SchedulerState, empty_outbox
 
 
 def commit[S: SchedulerState](
@@ -29,15 +29,12 @@ def commit[S: SchedulerState](
 
     # 2. These become known tokens.
     num_known += is_new.sum(axis=1, dtype=jnp.int32)
-    of_each = jnp.where(is_new, scheduler.seated[:, None], num_requests)
+    news = jnp.stack([jnp.where(is_new, tokens, -1), jnp.where(is_new, scheduler.seated[:, None], num_requests)])
     scheduler = dataclasses.replace(
         scheduler,
         tokens=planning.put_tokens(scheduler, is_new, columns, tokens),
         num_known=put(scheduler.num_known, scheduler.seated, is_sampled, num_known),
-        outbox_tokens=scheduler.outbox_tokens.at[scheduler.num_steps].set(
-            jnp.where(is_new, tokens, -1).reshape(-1), mode="drop"
-        ),
-        outbox_request_ids=scheduler.outbox_request_ids.at[scheduler.num_steps].set(of_each.reshape(-1), mode="drop"),
+        outbox=scheduler.outbox.at[scheduler.num_steps].set(news.reshape(2, -1), mode="drop"),
     )
     if most > 1:
         lengths = jnp.where(is_sampled, num_known - 1, allocator.lengths)
@@ -123,11 +120,11 @@ def drain[S: SchedulerState](scheduler: S) -> tuple[S, Outbox]:
         num_steps=scheduler.num_steps,
         finished=jnp.where(is_finished, scheduler.statuses, RequestStatus.FREE),
     )
+    max_steps, _, num_draws = scheduler.outbox.shape
     scheduler = dataclasses.replace(
         scheduler,
         statuses=jnp.where(is_finished, RequestStatus.FREE, scheduler.statuses),
-        outbox_tokens=jnp.full_like(scheduler.outbox_tokens, -1),
-        outbox_request_ids=jnp.full_like(scheduler.outbox_request_ids, scheduler.max_requests),
+        outbox=empty_outbox(max_steps, num_draws, scheduler.max_requests),
         counters=scheduler.counters.at[0].set(0),
     )
     return scheduler, outbox

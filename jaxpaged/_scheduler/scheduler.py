@@ -15,7 +15,7 @@ from jaxpaged._public_state import public_state
 from jaxpaged._scheduler import inspection, planning, progress, seats, submission
 from jaxpaged._scheduler.arrays import per_seat
 from jaxpaged._scheduler.records import MOST_ADAPTERS, Outbox, Requests, RequestStatus, Sampling, StepPlan
-from jaxpaged._scheduler.state import Prefixes, SchedulerState
+from jaxpaged._scheduler.state import Prefixes, SchedulerState, empty_outbox
 
 
 @public_state
@@ -45,8 +45,7 @@ class Scheduler(SchedulerState):
         ranks: int32 `[requests]`, each request's index in `order`.
         seated: int32 `[seats]`, the id of the request in each seat; `max_requests` if the seat is free.
         was_refused: bool `[]`, whether the last plan had too few blocks for a seated request.
-        outbox_tokens: int32 `[max_steps, seats * (num_drafts + 1)]`, tokens sampled since the last drain.
-        outbox_request_ids: int32, as `outbox_tokens`, the request of each token; `max_requests`: none.
+        outbox: int32 `[max_steps, 2, seats * (num_drafts + 1)]`: `outbox_tokens` and `outbox_request_ids`.
         next_arrival: int32 `[]`.
         counters: int32 `[4]`: `num_steps`, `num_computed`, `num_recomputed` and `num_preempted`.
         prefixes: the prefix cache, and what it tracks for each seat. None: no prefix cache.
@@ -140,8 +139,7 @@ class Scheduler(SchedulerState):
             ranks=jnp.arange(max_requests, dtype=jnp.int32),
             seated=full(num_seqs, value=max_requests),
             was_refused=jnp.zeros((), jnp.bool_),
-            outbox_tokens=full(max_steps, num_seqs * (num_drafts + 1), value=-1),
-            outbox_request_ids=full(max_steps, num_seqs * (num_drafts + 1), value=max_requests),
+            outbox=empty_outbox(max_steps, num_seqs * (num_drafts + 1), max_requests),
             next_arrival=full(),
             counters=full(4),
             prefixes=prefixes,

@@ -58,6 +58,11 @@ class Prefixes:
         return self.salt.at[adapters + 1].get(mode="clip")
 
 
+def empty_outbox(max_steps: int, num_draws: int, max_requests: int) -> jax.Array:
+    """No token and no request in each row, int32 `[max_steps, 2, num_draws]`."""
+    return jnp.stack([jnp.full((max_steps, num_draws), none, jnp.int32) for none in (-1, max_requests)], axis=1)
+
+
 @dataclasses.dataclass(frozen=True)
 class SchedulerState:
     """The fields of a `Scheduler`, whose docstring describes them."""
@@ -75,8 +80,7 @@ class SchedulerState:
     ranks: jax.Array
     seated: jax.Array
     was_refused: jax.Array
-    outbox_tokens: jax.Array
-    outbox_request_ids: jax.Array
+    outbox: jax.Array
     next_arrival: jax.Array
     counters: jax.Array
     prefixes: Prefixes | None
@@ -112,7 +116,17 @@ class SchedulerState:
     @property
     def num_drafts(self) -> int:
         """The most drafts of a seat in a step."""
-        return self.outbox_tokens.shape[-1] // self.num_seqs - 1
+        return self.outbox.shape[-1] // self.num_seqs - 1
+
+    @property
+    def outbox_tokens(self) -> jax.Array:
+        """Tokens sampled since the last drain, int32 `[max_steps, seats * (num_drafts + 1)]`; -1: none."""
+        return self.outbox[..., 0, :]
+
+    @property
+    def outbox_request_ids(self) -> jax.Array:
+        """The request of each token in `outbox_tokens`, int32; `max_requests`: none."""
+        return self.outbox[..., 1, :]
 
     @property
     def is_live(self) -> jax.Array:
@@ -122,7 +136,7 @@ class SchedulerState:
     @property
     def is_outbox_full(self) -> jax.Array:
         """Whether nothing can be planned before the next `drain`, bool `[]`."""
-        return self.num_steps >= self.outbox_tokens.shape[0]
+        return self.num_steps >= self.outbox.shape[0]
 
     @property
     def is_change_due(self) -> jax.Array:

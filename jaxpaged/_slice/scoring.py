@@ -57,7 +57,7 @@ class StepOutputs:
     @classmethod
     def create(cls, setup: Setup, scheduler: Scheduler) -> StepOutputs:
         """Outputs of a step without tokens."""
-        num_drawn, most_scored = scheduler.outbox_tokens.shape[1], max(map(num_scored, setup.kinds))
+        num_drawn, most_scored = scheduler.outbox.shape[-1], max(map(num_scored, setup.kinds))
         return cls(
             jnp.zeros(num_drawn, jnp.float32),
             TopLogprobs.create(num_drawn, setup.options.max_logprobs),

@@ -172,7 +172,7 @@ BROKEN = {
     "ranks_are_places_in_the_order": dict(ranks=int32(0, 2, 1)),
     "the_live_stand_in_order": dict(keys=int32(5, 0, 9)),
     "outbox_holds_its_steps": dict(counters=int32(65, 0, 0, 0)),
-    "unused_rows_of_the_outbox_are_empty": dict(outbox_request_ids=jnp.zeros((64, 2), jnp.int32)),
+    "unused_rows_of_the_outbox_are_empty": dict(outbox=jnp.zeros((64, 2, 2), jnp.int32)),
 }
 
 

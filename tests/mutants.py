@@ -268,8 +268,8 @@ MUTANTS = (
     Mutant(
         "alternatives: those of the row before",
         "jaxpaged/_engine/requests.py",
-        "itemgetter(slice(start, end))",
-        "itemgetter(slice(start - 1, end - 1))",
+        "leaf[start:end] for leaf in leaves",
+        "leaf[start - 1 : end - 1] for leaf in leaves",
         "tests/engine/test_top_logprobs.py::models and plenty",
         "ids",
     ),

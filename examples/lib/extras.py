@@ -8,7 +8,7 @@ from pathlib import Path
 PIP = dict.fromkeys(
     ("gguf", "huggingface_hub", "jinja2", "safetensors", "tokenizers", "tqdm", "transformers"), '"jaxpaged[examples]"'
 )
-PIP |= dict.fromkeys(("h11", "prometheus_client", "starlette", "uvicorn"), '"jaxpaged[serve]"')
+PIP |= dict.fromkeys(("h11", "prometheus_client", "regex", "starlette", "uvicorn"), '"jaxpaged[serve]"')
 PIP |= {"gemma": "gemma", "skyrl": '"skyrl[jax,tinker]"', "tunix": "google-tunix"}
 
 

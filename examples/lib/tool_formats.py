@@ -1,0 +1,93 @@
+"""How models write tool calls: one entry for each format. To support another, add it to `FORMATS`."""
+
+import dataclasses
+import re
+
+NAME = r"(?P<name>[\w.-]{1,64})"
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolFormat:
+    """A call is what `begin` matches, then JSON, then what `end` and `after` match, if it is there.
+
+    The JSON is an object with the arguments if `begin` has a group "name". Otherwise it is an object with the name and
+    the arguments, or an array of such objects. White space around calls is dropped. The patterns are those of the
+    package `regex`, whose partial matches tell that a text may become a mark when it grows. None may match a beginning
+    of what it matches, because it would not wait for the rest.
+
+    Attributes:
+        begin: text before the JSON of a call.
+        end: text after it.
+        after: text between two calls, or after the last.
+        arguments: key of the arguments in an object that has the name too.
+        in_template: pattern in the chat templates with this format.
+        marks: control tokens that the patterns need to see; other control tokens are not part of the text.
+        id_characters: length of a call's id, if templates prescribe one.
+    """
+
+    begin: str
+    end: str
+    arguments: str
+    in_template: str
+    after: str = ""
+    marks: tuple[str, ...] = ()
+    id_characters: int | None = None
+
+
+# By vLLM's names of their parsers. The first that a template matches counts.
+FORMATS = {
+    # gpt-oss: <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>, which
+    # `reasoning.Channels` reduces to what is matched here.
+    "openai": ToolFormat(
+        begin=rf"to=functions\.{NAME}<\|message\|>",
+        end=r"\s*<\|call\|>",
+        arguments="",
+        in_template=r"<\|channel\|>",
+    ),
+    # DeepSeek V3 and R1 put the arguments between fences, after the word "function"; V3.1 only has the name.
+    "deepseek_v3": ToolFormat(
+        begin=(
+            r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>"
+            rf"(?:function<｜tool▁sep｜>{NAME}\n```json\n|(?!function<){NAME}<｜tool▁sep｜>)"
+        ),
+        end=r"\s*(?:```\s*)?<｜tool▁call▁end｜>",
+        after="<｜tool▁calls▁end｜>",
+        arguments="",
+        in_template="<｜tool▁calls▁begin｜>",
+        marks=tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")),
+    ),
+    # Mistral: [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]; since 2025 [TOOL_CALLS]NAME[ARGS]{...} for each.
+    "mistral": ToolFormat(
+        begin=rf"\[TOOL_CALLS\]\s*(?:{NAME}(?:\[CALL_ID\]\w*)?\[ARGS\]|(?=[\[{{]))",
+        end="",
+        arguments="arguments",
+        in_template=r"\[TOOL_CALLS\]",
+        marks=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        id_characters=9,
+    ),
+    # Qwen 2.5 and 3, and Hermes. Templates of other formats between the same marks, in XML, are left out.
+    "hermes": ToolFormat(
+        begin="<tool_call>",
+        end=r"\s*</tool_call>",
+        arguments="arguments",
+        in_template=r"(?s)^(?!.*(?:<function=|<arg_key>)).*<tool_call>",
+        marks=("<tool_call>", "</tool_call>"),
+    ),
+    # Llama 3.1 to 3.3: {"name": ..., "parameters": {...}}, sometimes after <|python_tag|>; several between semicolons.
+    "llama3_json": ToolFormat(
+        begin=r'(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:name|type|parameters)"\s*:)',
+        end="",
+        after=";",
+        arguments="parameters",
+        in_template=r'<\|python_tag\|>|"parameters": dictionary',
+        marks=("<|python_tag|>",),
+    ),
+}
+
+
+def find_format(chat_template: str | dict[str, str] | None) -> ToolFormat | None:
+    """The format of a chat template, or of its variant for tools. None: none of these."""
+    if isinstance(chat_template, dict):
+        chat_template = chat_template.get("tool_use", chat_template.get("default"))
+    found = (each for each in FORMATS.values() if re.search(each.in_template, chat_template or ""))
+    return next(found, None)

@@ -40,6 +40,7 @@ from lib.llama import Llama
 from lib.llama_config import LlamaConfig
 from lib.replicas import create_engines, load_replicas, replace_adapters
 from lib.router import Router
+from lib.tool_formats import FORMATS, find_format
 
 if TYPE_CHECKING:  # from the extra "serve"; imported where it is used, so that --help works without it
     from lib.service import Service
@@ -111,6 +112,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         type=named_folder,
         metavar="NAME=FOLDER",
         help="an adapter (LoRA) in PEFT's form, which requests name as their model; may be given several times",
+    )
+    parser.add_argument(
+        "--tool-call-parser",
+        choices=FORMATS,
+        help="how the model writes tool calls; default: chosen from the chat template",
     )
     add_data_parallel(parser)
     add_tensor_parallel(parser)
@@ -262,6 +268,7 @@ def create_service(args: argparse.Namespace) -> "Service":
         allow_control_tokens=args.allow_control_tokens,
         sampling_defaults=read_sampling_defaults(args, checkpoint),
         splits_reasoning=not args.reasoning_in_content,
+        tool_format=FORMATS.get(args.tool_call_parser) or find_format(checkpoint.tokenizer.chat_template),
         has_tokenizer_info=args.enable_tokenizer_info_endpoint,
         allowed_origins=tuple(args.allowed_origins),
         logs_requests=args.log_requests,

@@ -23,6 +23,7 @@ from lib.openai_forms import USUAL_TOKENS, Ask
 from lib.openai_logits import check_num_listed, encode_bad_words
 from lib.pieces import Pieces
 from lib.service import RETRY_SECONDS, Service
+from lib.template_history import adapt_history
 
 COMMENT = "jaxpaged.comment"  # in the scope of a stream: bytes between its chunks that clients skip
 
@@ -63,8 +64,9 @@ def encode_conversation(service: Service, conversation: dict[str, Any]) -> list[
     if tokenizer.chat_template is None:
         raise ApiError(400, "This model has no chat template; use /v1/completions.")
     options = conversation | {"allow_control_tokens": service.allow_control_tokens}
+    messages = adapt_history(options.pop("messages"), tokenizer.chat_template)
     try:
-        (tokens,) = tokenizer.encode_conversations([options.pop("messages")], **options)
+        (tokens,) = tokenizer.encode_conversations([messages], **options)
     except ChatTemplateError as error:
         raise ApiError(400, str(error), param="messages") from error
     except RendererBusyError as error:

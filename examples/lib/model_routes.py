@@ -16,6 +16,7 @@ from lib.completions import encode_conversation
 from lib.openai_fields import refuse_unread
 from lib.openai_forms import check_ids, read_model
 from lib.openai_messages import check_unicode, read_conversation
+from lib.openai_tools import read_tools
 from lib.service import Service
 
 
@@ -63,7 +64,8 @@ async def tokenize(service: Service, request: Request) -> Response:
         encode = functools.partial(service.checkpoint.tokenizer.encode, prompt, add_special_tokens=add_special_tokens)
         refuse_unread(fields, {})
     else:
-        encode = functools.partial(encode_conversation, service, read_conversation(fields))
+        conversation = read_conversation(fields) | {"tools": read_tools(fields).tools or None}
+        encode = functools.partial(encode_conversation, service, conversation)
         refuse_unread(fields, {"add_special_tokens": (False,)})
     tokens = await asyncio.to_thread(encode)
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens}

@@ -3,6 +3,7 @@
 https://platform.openai.com/docs/api-reference
 """
 
+import dataclasses
 import json
 import math
 import time
@@ -28,6 +29,7 @@ class Answer:
         kind += ".chunk" if self._ask.is_chat and self._ask.is_streamed else ""
         self._head = {"id": f"{prefix}-{request_id}", "object": kind, "created": int(time.time())}
         self._head["model"] = self._ask.model
+        self._may_call = self._ask.tool_use is not None and bool(self._ask.tool_use.callable_names)
 
     async def whole(self) -> dict[str, Any]:
         completions = [Piece(index) for index in range(len(self._pieces.prompts))]
@@ -38,15 +40,20 @@ class Answer:
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         num_completions = len(self._pieces.prompts)
-        has_begun = [False] * num_completions
+        has_begun, num_calls = [False] * num_completions, [0] * num_completions
         if self._ask.is_chat:
             for index in range(num_completions):
-                role = self._choice(Piece(index), role={"role": "assistant"})
-                yield self._chunk_head() | self._prompt_ids(0, of_chat=True) | {"choices": [role]}
+                # A message of tool calls alone has no content, as in OpenAI's API.
+                delta = {"role": "assistant", "content": None if self._may_call else ""}
+                choice = self._choice(Piece(index)) | {"delta": delta}
+                yield self._chunk_head() | self._prompt_ids(0, of_chat=True) | {"choices": [choice]}
         async for piece in self._pieces:
             ids = {} if has_begun[piece.index] else self._prompt_ids(piece.index, of_chat=False)
             has_begun[piece.index] = True
-            yield self._chunk_head() | {"choices": [self._choice(piece) | ids]}
+            for choice in self._choices(piece, num_calls[piece.index]):
+                yield self._chunk_head() | {"choices": [choice | ids]}
+                ids = {}
+            num_calls[piece.index] += len(piece.calls)
         if self._ask.includes_usage:
             yield self._head | {"choices": [], "usage": self._usage}
 
@@ -61,7 +68,18 @@ class Answer:
             return {}
         return {"prompt_token_ids": self._pieces.prompts[index]}
 
-    def _choice(self, piece: Piece, role: dict[str, str] | None = None) -> dict[str, Any]:
+    def _choices(self, piece: Piece, num_calls: int) -> list[dict[str, Any]]:
+        """The piece as the choices of one or several chunks: first its text, then each call's name and arguments."""
+        choices = [self._choice(dataclasses.replace(piece, finish_reason=None))]
+        for index, call in enumerate(piece.calls, num_calls):
+            begin = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
+            end = {"function": {"arguments": call.arguments}}
+            deltas = [{"tool_calls": [{"index": index} | part]} for part in (begin, end)]
+            choices += [self._choice(Piece(piece.index)) | {"delta": delta} for delta in deltas]
+        choices[-1]["finish_reason"] = piece.finish_reason
+        return choices
+
+    def _choice(self, piece: Piece) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": piece.index,
             "logprobs": self._logprobs(piece),
@@ -73,9 +91,14 @@ class Answer:
             return choice | {"text": piece.text}
         reasoning = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
         if self._ask.is_streamed:
-            content = {} if reasoning and not piece.text else {"content": piece.text}
-            return choice | {"delta": (role or {}) | reasoning | content}
-        return choice | {"message": {"role": "assistant", "content": piece.text, "refusal": None} | reasoning}
+            content = {} if (reasoning or self._may_call) and not piece.text else {"content": piece.text}
+            return choice | {"delta": reasoning | content}
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in piece.calls
+        ]
+        message = {"role": "assistant", "content": piece.text or (None if calls else ""), "refusal": None} | reasoning
+        return choice | {"message": message | ({"tool_calls": calls} if calls else {})}
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         scores = piece.scores

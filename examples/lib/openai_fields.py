@@ -10,7 +10,7 @@ from lib.fields import Fields
 
 # Ignored: no value changes the answer.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-IGNORED |= {"prompt_cache_retention", "parallel_tool_calls", "request_id", "session_id", "stream_interval"}
+IGNORED |= {"prompt_cache_retention", "request_id", "session_id", "stream_interval"}
 IGNORED |= {"spaces_between_special_tokens", "truncation_side", "return_token_offsets"}
 
 # Refused unless the value is null or one of these, which do not change the answer.
@@ -22,7 +22,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "early_stopping": (False,),
     "thinking_token_budget": (-1,),
     "priority": (0,),
-    "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "vllm_xargs": ({},),
 }
@@ -38,10 +37,6 @@ NEUTRAL_IN_CHAT: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
 }
-# The advice in the message, if it is not to leave the field out.
-ADVICE = {
-    "response_format": 'is supported only as {"type": "text"}; ask for JSON in the prompt',
-}
 
 
 def refuse_unread(fields: Fields, neutral: dict[str, tuple[Any, ...]]) -> None:
@@ -50,4 +45,4 @@ def refuse_unread(fields: Fields, neutral: dict[str, tuple[Any, ...]]) -> None:
         if name in fields.read | IGNORED or value is None or value in neutral.get(name, ()):
             continue
         shown = name[:100] if name.isidentifier() else repr(name[:100])  # a name may contain anything
-        raise fields.error(shown, ADVICE.get(name, "is not supported here; leave it out"))
+        raise fields.error(shown, "is not supported here; leave it out")

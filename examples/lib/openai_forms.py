@@ -9,11 +9,17 @@ from jaxpaged import SamplingParams
 from lib.api_error import ApiError
 from lib.fields import Fields, is_whole
 from lib.openai_fields import NEUTRAL, NEUTRAL_IN_CHAT, NEUTRAL_IN_TEXT, refuse_unread
+from lib.openai_grammars import check_grammar
 from lib.openai_logits import read_bad_words, read_logit_params, read_min_tokens
 from lib.openai_messages import check_unicode, read_conversation
+from lib.openai_tools import read_tools
 from lib.service import Service
 
 MOST_N, MOST_PROMPTS, MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS = 16, 64, 32, 200, 16
+NO_TOOL_FORMAT = (
+    'is supported only with tool_choice "none": the chat template has no known form of tool calls; '
+    "start the server with --tool-call-parser"
+)
 USUAL_TOKENS = 16  # default of max_tokens in a completion
 
 
@@ -22,7 +28,8 @@ class Ask:
 
     Attributes:
         model: name of the adapter, or the model's first name.
-        conversation: the conversation of a chat; None in a completion.
+        conversation: the conversation of a chat, with its tools; None in a completion.
+        tool_use: the tools of a chat; None in a completion.
         prompts: texts or token ids; empty in a chat.
         is_echoed: whether an answer begins with its prompt.
         max_tokens: None: not set. 0: only echo the prompts.
@@ -43,7 +50,13 @@ class Ask:
         if fields.values.get(other) is not None:
             raise fields.error(other, f"is not supported here: send it to {path}")
         vocab_size = service.checkpoint.config.vocab_size
-        self.conversation = read_conversation(fields) if is_chat else None
+        self.tool_use = read_tools(fields) if is_chat else None
+        check_grammar(fields, self.tool_use)
+        self.conversation = None
+        if self.tool_use is not None:
+            self.conversation = read_conversation(fields) | {"tools": self.tool_use.tools or None}
+            if self.tool_use.callable_names and service.tool_format is None:
+                raise fields.error("tools", NO_TOOL_FORMAT)
         self.prompts = [] if is_chat else _prompts(fields, vocab_size)
         self.adds_special_tokens = is_chat or fields.flag("add_special_tokens", True)
         self.is_echoed = not is_chat and fields.flag("echo", False)

@@ -11,12 +11,7 @@ ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "as
 
 
 def read_conversation(fields: Fields) -> dict[str, Any]:
-    """The arguments of `Tokenizer.encode_conversations`. Raises `FieldError` and `MissingFieldError`."""
-    tools = _objects(fields, "tools")
-    choice = fields.get("tool_choice", "auto" if tools else "none")
-    if choice != "none" and (tools or choice != "auto"):
-        clause = 'is supported only with tool_choice "none": this server reads no tool calls'
-        raise fields.error("tools" if tools else "tool_choice", clause)
+    """The arguments of `Tokenizer.encode_conversations` but the tools. Raises `FieldError` and `MissingFieldError`."""
     continues = fields.flag("continue_final_message", False)
     if fields.flag("add_generation_prompt", not continues) == continues:
         raise fields.error("add_generation_prompt", "must be true, or false with continue_final_message: true")
@@ -29,7 +24,6 @@ def read_conversation(fields: Fields) -> dict[str, Any]:
     messages = [_read_message(Fields(message, f"messages[{i}].")) for i, message in enumerate(messages)]
     return {
         "messages": messages,
-        "tools": tools or None,
         "documents": _objects(fields, "documents") or None,
         "continue_final_message": continues,
         "chat_template_kwargs": kwargs,

@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 from jaxpaged import Completion, RequestOutput
+from lib.answer_stream import AnswerStream
 from lib.engine_metrics import CompletionTimes
 from lib.engines import Generation
 from lib.openai_forms import Ask
-from lib.reasoning import ReasoningStream
 from lib.service import Service
 from lib.text_stream import TextStream
+from lib.tool_calls import ToolCall, ToolCallStream
 
 
 class Score(NamedTuple):
@@ -28,7 +29,8 @@ class Piece:
 
     Attributes:
         index: index of the completion in its answer.
-        text: new text, without the reasoning of a chat.
+        text: new text, without the reasoning and the tool calls of a chat.
+        calls: new tool calls.
         finish_reason: set in the last piece of a completion.
         token_ids: new tokens.
         scores: scores of an echoed prompt's tokens and of the new tokens; empty if not requested.
@@ -37,6 +39,7 @@ class Piece:
     index: int
     reasoning: str = ""
     text: str = ""
+    calls: list[ToolCall] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     token_ids: list[int] = dataclasses.field(default_factory=list)
     scores: list[Score] = dataclasses.field(default_factory=list)
@@ -44,6 +47,7 @@ class Piece:
     def add(self, piece: "Piece") -> None:
         self.reasoning += piece.reasoning
         self.text += piece.text
+        self.calls += piece.calls
         self.finish_reason = piece.finish_reason
         self.token_ids += piece.token_ids
         self.scores += piece.scores
@@ -117,9 +121,13 @@ class CompletionText:
     def __init__(self, service: Service, ask: Ask, prompt: list[int]):
         self.is_finished = False
         self._ask, self._prompt, self._tokenizer = ask, prompt, service.checkpoint.tokenizer
-        self._stream = ReasoningStream(
+        calls, use = None, ask.tool_use
+        if use is not None and use.callable_names and service.tool_format is not None:
+            calls = ToolCallStream(service.tool_format, use.callable_names, is_parallel=use.is_parallel)
+        self._stream = AnswerStream(
             self._tokenizer,
             ask.stops,
+            calls=calls,
             prompt_ids=prompt,
             splits=ask.is_chat and service.splits_reasoning,
             skip_special_tokens=ask.skips_special_tokens,
@@ -139,7 +147,7 @@ class CompletionText:
         # As in vLLM, a stop token has no text, even if it is not a special token.
         hides_last = reason == "stop" and not self._ask.includes_stop
         shown = token_ids[:-1] if hides_last else token_ids
-        piece.reasoning, text = self._stream.extend(shown, is_last=reason is not None)
+        piece.reasoning, text, piece.calls = self._stream.extend(shown, is_last=reason is not None)
         piece.text += text
         self._num_characters += len(text)
         start, self._num_tokens = self._num_tokens, self._stream.num_tokens
@@ -151,6 +159,8 @@ class CompletionText:
             likely = completion.top_logprobs[new] if completion.top_logprobs else itertools.repeat({})
             piece.scores += map(Score, piece.token_ids, completion.logprobs[new], likely, self._offsets(new))
         piece.finish_reason = "stop" if self._stream.is_stopped else reason
+        if piece.finish_reason == "stop" and self._stream.num_calls:
+            piece.finish_reason = "tool_calls"
         if self._ask.max_tokens == 0 and piece.finish_reason == "stop":
             piece.finish_reason = "length"
         self.is_finished = piece.finish_reason is not None

@@ -1,12 +1,15 @@
 """Splits an answer into its reasoning and its content."""
 
 import itertools
+import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from lib.text_stream import TextStream
 from lib.tokenizer import Tokenizer
 
 REASONING, CONTENT = "reasoning", "content"
+RECIPIENT = re.compile(r" to=(functions\.[\w.-]+)")  # of a tool call, in a header
 
 
 class Thoughts:
@@ -28,33 +31,49 @@ class Channels:
     """Messages of gpt-oss: <|start|>assistant<|channel|>analysis<|message|>the text<|end|>
 
     The channel "analysis" is reasoning. Tool calls, "commentary to=functions.get_weather", count as reasoning too,
-    because they are not for the user. https://developers.openai.com/cookbook/articles/openai-harmony
+    because they are not for the user. If `shows_calls` is set they are part of the content instead, between
+    "to=functions.get_weather<|message|>" and "<|call|>", for `tool_calls.ToolCallStream`.
+    https://developers.openai.com/cookbook/articles/openai-harmony
     """
 
-    def __init__(self, tokenizer: Tokenizer, message: int, channel: int, *others: int):
+    def __init__(self, tokenizer: Tokenizer, message: int, channel: int, *others: int, shows_calls: bool = False):
         self.marks = {message, channel, *others}
         self._tokenizer, self._message, self._channel = tokenizer, message, channel
         self._header: list[int] | None = None  # tokens before <|message|>
         self._part = CONTENT
+        self._shows_calls, self._is_call, self._marks_text = shows_calls, False, ""
 
     def part_of(self, token_id: int) -> str | None:
         """Reads the next token. Returns None for a mark, and for tokens in a message's header."""
         if token_id == self._message:
-            header = self._tokenizer.decode(self._header or [], skip_special_tokens=False)
-            is_reasoning = "<|channel|>analysis" in header or " to=" in header
-            self._header, self._part = None, REASONING if is_reasoning else CONTENT
+            self._begin_message(self._tokenizer.decode(self._header or [], skip_special_tokens=False))
         elif token_id == self._channel:
             self._header = [*(self._header or []), token_id]
         elif token_id in self.marks:
             self._header = []
+            self._marks_text += "<|call|>" if self._is_call else ""
+            self._is_call = False
         elif self._header is not None:
             self._header.append(token_id)
         else:
             return self._part
         return None
 
+    def _begin_message(self, header: str) -> None:
+        recipient = RECIPIENT.search(header)
+        self._is_call = recipient is not None and self._shows_calls
+        if recipient is not None and self._is_call:
+            self._marks_text += f"to={recipient[1]}<|message|>"
+        is_reasoning = not self._is_call and ("<|channel|>analysis" in header or " to=" in header)
+        self._header, self._part = None, REASONING if is_reasoning else CONTENT
 
-def make_splitter(tokenizer: Tokenizer) -> Thoughts | Channels | None:
+    def take_marks(self) -> str:
+        """The marks of tool calls since the last time, as text that belongs before the next token's."""
+        text, self._marks_text = self._marks_text, ""
+        return text
+
+
+def make_splitter(tokenizer: Tokenizer, *, shows_calls: bool = False) -> Thoughts | Channels | None:
     """The splitter for the reasoning marks that are single tokens of the tokenizer. None: the model has no
     reasoning."""
 
@@ -63,7 +82,7 @@ def make_splitter(tokenizer: Tokenizer) -> Thoughts | Channels | None:
         return ids if len(ids) == len(marks) else None
 
     if ids := find("<|message|>", "<|channel|>", "<|start|>", "<|end|>"):
-        return Channels(tokenizer, *ids)
+        return Channels(tokenizer, *ids, *(find("<|call|>") or ()), shows_calls=shows_calls)
     if ids := find("<think>", "</think>"):
         return Thoughts(*ids)
     return None
@@ -74,7 +93,7 @@ class ReasoningStream:
 
     The model's control tokens separate the two; control tokens in the prompt count too. Everything is content if the
     model has none, or `splits` is False. Stop strings apply only to the content, because reasoning may quote them from
-    the question. `options` are options of `TextStream`.
+    the question. With `shows_calls` the content has the tool calls of gpt-oss. `options` are options of `TextStream`.
 
     Attributes:
         num_tokens: tokens read so far. The last may hold a stop string and more.
@@ -87,10 +106,11 @@ class ReasoningStream:
         *,
         prompt_ids: Sequence[int] = (),
         splits: bool = True,
-        **options: bool,
+        shows_calls: bool = False,
+        **options: Any,
     ):
         self.num_tokens = 0
-        self._splitter = make_splitter(tokenizer) if splits else None
+        self._splitter = make_splitter(tokenizer, shows_calls=shows_calls) if splits else None
         self._ids: dict[str, list[int]] = {REASONING: [], CONTENT: []}
         stops_of = {REASONING: (), CONTENT: stops}
         self._streams = {
@@ -127,6 +147,7 @@ class ReasoningStream:
             ids = list(run)
             if part is None:
                 self.num_tokens += len(ids)
+                pieces[CONTENT] += self._splitter.take_marks() if isinstance(self._splitter, Channels) else ""
                 continue
             stream = self._streams[part]
             start = stream.num_tokens

@@ -2,7 +2,7 @@
 
 import codecs
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ class TextStream:
         stops: the stop strings.
         prompt_ids: tokens before the text. Without them, some tokenizers drop a leading space.
         skip_special_tokens: whether to leave out the text of control tokens.
+        shown_ids: control tokens that are not left out.
         includes_stop: whether the text includes the stop string.
         has_offsets: whether to record where tokens start.
 
@@ -41,13 +42,14 @@ class TextStream:
         *,
         prompt_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
+        shown_ids: Collection[int] = (),
         includes_stop: bool = False,
         has_offsets: bool = False,
     ):
         self.num_tokens, self.is_stopped = 0, False
         self.offsets: list[int] = []
         self._tokenizer, self._stops, self._has_offsets = tokenizer, stops, has_offsets
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = tokenizer.special_ids.difference(shown_ids) if skip_special_tokens else frozenset[int]()
         self._includes_stop = includes_stop
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._kept_back, self._num_characters = "", 0

@@ -37,13 +37,16 @@ class ToolCallStream:
         is_parallel: whether several calls are wanted. If not, the first one ends the text.
 
     Attributes:
+        marks: control tokens that the text must show.
+        is_parallel: as given.
         is_stopped: whether the rest of the text is ignored, because a call has ended it.
         num_calls: number of calls so far.
     """
 
     def __init__(self, tool_format: ToolFormat, names: Collection[str], *, is_parallel: bool = True):
         self.is_stopped, self.num_calls = False, 0
-        self._format, self._names, self._is_parallel = tool_format, names, is_parallel
+        self.marks, self.is_parallel = tool_format.marks, is_parallel
+        self._format, self._names = tool_format, names
         self._begins, self._ends, self._between = map(
             regex.compile, (tool_format.begin, tool_format.end, tool_format.after)
         )
@@ -72,7 +75,7 @@ class ToolCallStream:
             if found:
                 calls += found
                 self.num_calls += len(found)
-                self.is_stopped = not self._is_parallel
+                self.is_stopped = not self.is_parallel
             else:  # not a call: at least one character becomes content, and the search goes on after it
                 end = max(self._begin.end(), self._begin.start() + 1)
                 content += self._release(end)
@@ -127,7 +130,7 @@ class ToolCallStream:
                 calls = [self._call(one["name"], one[key]) for one in each]
         except (KeyError, TypeError, ValueError):
             return []
-        return calls if self._is_parallel else calls[:1]
+        return calls if self.is_parallel else calls[:1]
 
     def _call(self, name: Any, arguments: Any) -> ToolCall:
         """Raises `ValueError` and `TypeError` unless this calls one of the tools."""

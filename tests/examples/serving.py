@@ -36,6 +36,7 @@ SERVICE = SimpleNamespace(  # enough to parse requests
     checkpoint=SimpleNamespace(config=SimpleNamespace(vocab_size=300)),
     max_logprobs=0,
     sampling_defaults={},
+    tool_format=None,
 )
 
 

@@ -78,6 +78,20 @@ def test_channels_are_reasoning_and_content(gpt_oss, prompt, answer, reasoning, 
     assert split(gpt_oss, prompt, answer)[:2] == (reasoning, content)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "answer", "content"),
+    [
+        ("<|start|>assistant", ANALYSIS + CALL + FINAL, "to=functions.f<|message|>{}<|call|>four"),
+        ("<|start|>assistant to=functions.f", "<|channel|>commentary<|message|>{}", "to=functions.f<|message|>{}"),
+        ("<|start|>assistant", CALL + CALL, "to=functions.f<|message|>{}<|call|>" * 2),
+        ("<|start|>assistant", CALL.replace("functions.f", "python") + FINAL, "four"),  # a tool of the model's own
+    ],
+)
+def test_calls_in_channels_can_be_content(gpt_oss, prompt, answer, content):
+    answer = answer.removeprefix("<|start|>assistant")
+    assert split(gpt_oss, prompt, answer, shows_calls=True)[1] == content
+
+
 def test_a_stop_string_ends_the_content_and_not_the_reasoning(qwen, gpt_oss):
     answer = "<think>Is it true?</think>It is true! Is it?"
     _, _, num_tokens, is_stopped = split(qwen, "Hi", "<think>Is it true?</think>It is true")

@@ -82,11 +82,11 @@ ANSWERED = {
     ),
 }
 REFUSED = {
-    "langchain, tools": (CHAT, dict(tools=[TOOL]), 'tools is supported only with tool_choice "none"'),
+    "langchain, tools": (CHAT, dict(tools=[TOOL]), "start the server with --tool-call-parser"),
     "instructor, tools": (
         CHAT,
         dict(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "add"}}),
-        'tools is supported only with tool_choice "none"',
+        'tool_choice is supported only as "none" or "auto"',
     ),
     "instructor, JSON": (CHAT, dict(response_format=SCHEMA), "response_format is supported only as"),
     "ai, responses": ("/v1/responses", dict(input=[USER]), "There are /v1/chat/completions and /v1/completions here"),

@@ -9,6 +9,7 @@ import serve
 from lib import http_server
 from lib.checkpoint import CheckpointError
 from lib.command_line import RequestError
+from lib.tool_formats import FORMATS
 from tests.examples.serving import make_service
 from tests.examples.tiny_checkpoint import write_adapter
 
@@ -42,6 +43,13 @@ def test_names_of_adapters_are_unique(tiny):
             make_service(tiny.path, *(f"--adapter={name}={tiny.path}" for name in names))
     with pytest.raises(SystemExit):
         serve.parse_arguments(["--adapter=one"])
+
+
+def test_the_form_of_tool_calls(tiny, monkeypatch):
+    monkeypatch.setattr(serve, "create_engine", lambda *args, **options: None)
+    monkeypatch.setattr(serve, "EngineThread", lambda engine, most_completions: None)
+    assert make_service(tiny.path).tool_format is None  # its template has none
+    assert make_service(tiny.path, "--tool-call-parser=mistral").tool_format is FORMATS["mistral"]
 
 
 def test_the_memory_of_the_cache(tiny, capsys, monkeypatch):

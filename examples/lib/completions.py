@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -16,9 +16,8 @@ from starlette.types import Receive, Scope, Send
 from jaxpaged import SamplingParams
 from lib.api_error import ApiError
 from lib.chat_template import ChatTemplateError, RendererBusyError
-from lib.engine_thread import EngineFailedError
 from lib.middleware import DETAILS, REQUEST_ID
-from lib.openai_answers import Answer, event
+from lib.openai_answers import Answer
 from lib.openai_forms import USUAL_TOKENS, Ask
 from lib.openai_logits import check_num_listed, encode_bad_words
 from lib.pieces import Pieces
@@ -28,9 +27,27 @@ from lib.template_history import adapt_history
 COMMENT = "jaxpaged.comment"  # in the scope of a stream: bytes between its chunks that clients skip
 
 
+class AnyAnswer(Protocol):
+    """The answer to a request in the form of one API."""
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer at once."""
+        ...
+
+    def events(self) -> AsyncIterator[str]:
+        """The answer as server-sent events."""
+        ...
+
+
 async def complete(service: Service, request: Request, *, is_chat: bool) -> Response:
     begin = time.perf_counter()
     ask = Ask(await service.read_fields(request), service, is_chat=is_chat)
+    return await generate(service, request, ask, begin, lambda pieces: Answer(pieces, request.scope[REQUEST_ID]))
+
+
+async def generate(
+    service: Service, request: Request, ask: Ask, begin: float, make_answer: Callable[[Pieces], AnyAnswer]
+) -> Response:
     num_completions, most = max(1, len(ask.prompts)) * ask.params.n, service.engines.most_completions
     if num_completions > most:
         raise ApiError(400, f"A request has at most {most} completions here; got {num_completions}.", param="n")
@@ -44,10 +61,10 @@ async def complete(service: Service, request: Request, *, is_chat: bool) -> Resp
         service.engines.start(generation, requests)
         pieces = Pieces(service, ask, generation, begin)
         request.scope[DETAILS] = pieces.describe
-        answer = Answer(pieces, request.scope[REQUEST_ID])
+        answer = make_answer(pieces)
         if not ask.is_streamed:
             return JSONResponse(await unless_gone(request, answer.whole()))
-        return EventStream(events(answer), on_end=ending.pop_all().close)
+        return EventStream(answer.events(), on_end=ending.pop_all().close)
 
 
 def encode(service: Service, ask: Ask) -> list[list[int]]:
@@ -98,7 +115,7 @@ def num_new(service: Service, ask: Ask, prompt: list[int]) -> int:
     """Maximum number of new tokens; at least one, which the engine generates even for an echo. Raises `ApiError`."""
     if not prompt:
         raise ApiError(400, "The prompt holds no token.", param="prompt")
-    most, name = service.max_model_len, "messages" if ask.is_chat else "prompt"
+    most, name = service.max_model_len, ask.prompt_field
     room = most - len(prompt)
     usual = room if ask.is_chat else min(room, USUAL_TOKENS)
     num_new = max(usual if ask.max_tokens is None else ask.max_tokens, 1)
@@ -121,16 +138,6 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._on_end()
-
-
-async def events(answer: Answer) -> AsyncIterator[str]:
-    try:
-        async for chunk in answer.chunks():
-            yield event(chunk)
-    except EngineFailedError as error:
-        yield event(ApiError(500, str(error)).body())
-    else:
-        yield "data: [DONE]\n\n"
 
 
 async def unless_gone[Result](request: Request, work: Coroutine[Any, Any, Result]) -> Result:

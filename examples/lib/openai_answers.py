@@ -10,6 +10,8 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+from lib.api_error import ApiError
+from lib.engine_thread import EngineFailedError
 from lib.pieces import Piece, Pieces, Score
 
 LEAST_LOGPROB = -9999.0  # for -inf and NaN, which JSON does not have
@@ -37,6 +39,16 @@ class Answer:
             completions[piece.index].add(piece)
         choices = [self._choice(whole) | self._prompt_ids(whole.index, of_chat=False) for whole in completions]
         return self._head | self._prompt_ids(0, of_chat=True) | {"choices": choices, "usage": self._usage}
+
+    async def events(self) -> AsyncIterator[str]:
+        """The chunks as server-sent events."""
+        try:
+            async for chunk in self.chunks():
+                yield event(chunk)
+        except EngineFailedError as error:
+            yield event(ApiError(500, str(error)).body())
+        else:
+            yield "data: [DONE]\n\n"
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         num_completions = len(self._pieces.prompts)

@@ -31,6 +31,7 @@ class Ask:
         conversation: the conversation of a chat, with its tools; None in a completion.
         tool_use: the tools of a chat; None in a completion.
         prompts: texts or token ids; empty in a chat.
+        prompt_field: field of the request with the prompt, for errors.
         is_echoed: whether an answer begins with its prompt.
         max_tokens: None: not set. 0: only echo the prompts.
         min_tokens: minimum number of new tokens.
@@ -57,6 +58,7 @@ class Ask:
             self.conversation = read_conversation(fields) | {"tools": self.tool_use.tools or None}
             if self.tool_use.callable_names and service.tool_format is None:
                 raise fields.error("tools", NO_TOOL_FORMAT)
+        self.prompt_field = "messages" if is_chat else "prompt"
         self.prompts = [] if is_chat else _prompts(fields, vocab_size)
         self.adds_special_tokens = is_chat or fields.flag("add_special_tokens", True)
         self.is_echoed = not is_chat and fields.flag("echo", False)

@@ -31,6 +31,10 @@ class AnswerStream:
         return self._text.num_tokens
 
     @property
+    def num_reasoning_tokens(self) -> int:
+        return self._text.num_reasoning_tokens
+
+    @property
     def is_stopped(self) -> bool:
         """Whether a stop string or a tool call has ended the answer."""
         return self._text.is_stopped or (self._calls is not None and self._calls.is_stopped)

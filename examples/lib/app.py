@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 import jaxpaged
-from lib import model_routes
+from lib import model_routes, responses
 from lib.api_error import ApiError
 from lib.completions import complete
 from lib.engine_metrics import report_work
@@ -47,6 +47,9 @@ def create_app(service: Service) -> Starlette:
     routes = [
         route("/v1/completions", functools.partial(complete, is_chat=False), "POST"),
         route("/v1/chat/completions", functools.partial(complete, is_chat=True), "POST"),
+        route("/v1/responses", responses.respond, "POST"),
+        route("/v1/responses/{response}", responses.show_response),
+        route("/v1/responses/{response}", responses.delete_response, "DELETE"),
         route("/v1/models", model_routes.list_models),
         route("/v1/models/{model:path}", model_routes.show_model),
         route("/tokenize", model_routes.tokenize, "POST"),
@@ -115,5 +118,6 @@ def refuse(request: Request, error: Exception) -> Response:
 def refuse_path(request: Request, error: HTTPException) -> Response:
     message = f"{error.detail}."
     if error.status_code == 404 and request.url.path.startswith("/v1/"):
-        message += f" There are /v1/chat/completions and /v1/completions here, and no {request.url.path[:60]!r}."
+        paths = "/v1/chat/completions, /v1/responses and /v1/completions"
+        message += f" There are {paths} here, and no {request.url.path[:60]!r}."
     return JSONResponse(ApiError(error.status_code, message).body(), error.status_code, headers=error.headers)

@@ -36,16 +36,22 @@ def _objects(fields: Fields, name: str) -> list[dict[str, Any]]:
 
 def _read_message(message: Fields) -> dict[str, Any]:
     """All fields of a message, because templates read more fields than OpenAI's API defines."""
-    role = message.text("role")
-    if role not in ROLES:
-        raise message.error("role", f"must be one of {', '.join(ROLES)}; got {role[:60]!r}")
+    role = read_role(message)
     own = {name: value for name, value in message.values.items() if value is not None}
     calls = _objects(message, "tool_calls")
     if calls:
         own["tool_calls"] = [
             _read_call(Fields(call, f"{message.within}tool_calls[{i}].")) for i, call in enumerate(calls)
         ]
-    return own | {"role": ROLES[role], "content": _read_content(message, "" if calls else REQUIRED)}
+    return own | {"role": role, "content": _read_content(message, "" if calls else REQUIRED)}
+
+
+def read_role(message: Fields) -> str:
+    """The role by its name in templates."""
+    role = message.text("role")
+    if role not in ROLES:
+        raise message.error("role", f"must be one of {', '.join(ROLES)}; got {role[:60]!r}")
+    return ROLES[role]
 
 
 def _read_call(call: Fields) -> dict[str, Any]:

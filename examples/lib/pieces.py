@@ -103,6 +103,10 @@ class Pieces:
             if len(self.finish_reasons) == len(self._texts):
                 return
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return sum(text.num_reasoning_tokens for text in self._texts)
+
     def describe(self) -> str:
         """Details for the log."""
         usage, ends = self.usage, ", ".join(self.finish_reasons) or "not finished"
@@ -136,6 +140,10 @@ class CompletionText:
         )
         self._num_tokens = self._num_characters = self._num_echoed = 0
         self._is_echo_due = ask.is_echoed
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._stream.num_reasoning_tokens
 
     def extend(self, piece: Piece, output: RequestOutput, completion: Completion) -> Piece:
         """Adds the new output of the completion to an empty piece."""

@@ -122,6 +122,10 @@ class ReasoningStream:
                 self._splitter.part_of(token_id)
 
     @property
+    def num_reasoning_tokens(self) -> int:
+        return len(self._ids[REASONING])
+
+    @property
     def is_stopped(self) -> bool:
         """Whether a stop string was found."""
         return self._streams[CONTENT].is_stopped

@@ -14,6 +14,7 @@ from lib.checkpoint import Checkpoint
 from lib.engine_metrics import Metrics
 from lib.engines import Engines
 from lib.fields import Fields
+from lib.response_store import ResponseStore
 from lib.tool_formats import ToolFormat
 
 RETRY_SECONDS = 1
@@ -31,6 +32,7 @@ class Service:
         sampling_defaults: temperature, top_p and top_k of requests that do not set them.
         splits_reasoning: whether chat answers have the reasoning in a separate field.
         tool_format: how the model writes tool calls; None: unknown, so no tools can be called.
+        responses: the latest responses of /v1/responses.
         has_tokenizer_info: whether the route /tokenizer_info is enabled.
         allowed_origins: origins of web pages that may send requests; "*": all.
         logs_requests: whether each request is logged.
@@ -49,6 +51,7 @@ class Service:
     sampling_defaults: dict[str, float] = dataclasses.field(default_factory=dict)
     splits_reasoning: bool = True
     tool_format: ToolFormat | None = None
+    responses: ResponseStore = dataclasses.field(default_factory=ResponseStore)
     has_tokenizer_info: bool = False
     allowed_origins: tuple[str, ...] = ()
     logs_requests: bool = False

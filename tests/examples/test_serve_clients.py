@@ -89,7 +89,7 @@ REFUSED = {
         'tool_choice is supported only as "none" or "auto"',
     ),
     "instructor, JSON": (CHAT, dict(response_format=SCHEMA), "response_format is supported only as"),
-    "ai, responses": ("/v1/responses", dict(input=[USER]), "There are /v1/chat/completions and /v1/completions here"),
+    "openai, embeddings": ("/v1/embeddings", dict(input="a"), "There are /v1/chat/completions, /v1/responses and"),
 }
 
 

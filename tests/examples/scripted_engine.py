@@ -86,9 +86,11 @@ def scripted_service(form, *, tokens_per_step=3, **changes):
     tokenizer = make_tokenizer(form == "openai")
     config = SimpleNamespace(vocab_size=tokenizer.tokenizer.get_vocab_size())
     engine = EngineThread(ScriptedEngine(tokens_per_step), most_completions=8)
-    options = dict(max_model_len=5000, api_key=KEY, max_body_bytes=10**5, tool_format=FORMATS.get(form))
+    options = dict(
+        served_names=("model",), max_model_len=5000, api_key=KEY, max_body_bytes=10**5, tool_format=FORMATS.get(form)
+    )
     checkpoint = SimpleNamespace(config=config, tokenizer=tokenizer)
-    return Service(engine, checkpoint, ("model",), **options | changes)
+    return Service(engine, checkpoint, **options | changes)
 
 
 def engine_of(service):

@@ -201,7 +201,7 @@ def test_all_paths_but_the_counts_require_the_key(server):
                 assert json.loads(answer)["error"]["code"] == "invalid_api_key"
     assert {path for path, status in without_key.items() if status == 200} == {"/", "/health", "/metrics", "/version"}
     assert set(without_key.values()) == {200, 401}
-    assert len(without_key) == 13
+    assert len(without_key) == 15
 
 
 def test_a_wrong_key_is_refused_and_compared_in_constant_time(server, monkeypatch):

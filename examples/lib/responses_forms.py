@@ -1,4 +1,4 @@
-"""Parses requests of OpenAI's Responses API, and turns them into those of a chat."""
+"""Parses requests of OpenAI's Responses API, and turns them into requests of a chat."""
 
 from typing import Any
 

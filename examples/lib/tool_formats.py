@@ -11,9 +11,9 @@ class ToolFormat:
     """A call is what `begin` matches, then JSON, then what `end` and `after` match, if it is there.
 
     The JSON is an object with the arguments if `begin` has a group "name". Otherwise it is an object with the name and
-    the arguments, or an array of such objects. White space around calls is dropped. The patterns are those of the
-    package `regex`, whose partial matches tell that a text may become a mark when it grows. None may match a beginning
-    of what it matches, because it would not wait for the rest.
+    the arguments, or an array of such objects. White space around calls is dropped. The patterns belong
+    to the package `regex`, whose partial matches tell that a text may become a mark when it grows. A pattern that
+    matches a text must not match its beginning, because it would not wait for the rest.
 
     Attributes:
         begin: text before the JSON of a call.

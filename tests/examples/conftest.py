@@ -8,9 +8,10 @@ import pytest
 from lib.checkpoint import load_model, read_checkpoint
 from tests.examples.tiny_checkpoint import write_adapter, write_checkpoint
 
+collect_ignore = ["agent_chat.py", "agent_responses.py"]  # programs that test_serve_agents.py runs
 # Without the extra "serve" and the package openai, the server is not tested.
 if not all(map(importlib.util.find_spec, ("openai", "prometheus_client", "starlette", "uvicorn"))):
-    collect_ignore_glob = ["serving.py", "test_serve*.py", "test_engines.py"]
+    collect_ignore_glob = ["serving.py", "scripted_engine.py", "test_serve*.py", "test_engines.py"]
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import pytest
 from lib.tool_formats import FORMATS
 from tests.examples.scripted_engine import answer_with, engine_of, prompt_of, scripted_service
 from tests.examples.serving import KEY, running
-from tests.examples.test_serve_tools import written
+from tests.examples.written_calls import written
 
 WEATHER = [("get_weather", '{"city": "Paris"}'), ("get_weather", '{"city": "Bogot\u00e1"}')]
 EMAIL = ("send_email", '{"to": "Ada", "body": "17 and 17"}')
@@ -46,7 +46,7 @@ def server(monkeypatch):
 
 
 CALLS = [("get_weather", {"city": "Paris"}), ("get_weather", {"city": "Bogot\u00e1"})]
-packages = pytest.mark.filterwarnings("ignore")  # those of the packages are not ours
+packages = pytest.mark.filterwarnings("ignore")  # warnings inside other packages
 
 
 def get_weather(city: str) -> str:
@@ -110,7 +110,7 @@ def test_instructor_reads_parallel_calls(server):
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_litellm_reads_calls(server, is_streamed):
     litellm = pytest.importorskip("litellm")
-    from tests.examples.test_serve_tools import TOOLS
+    from tests.examples.written_calls import TOOLS
 
     options = dict(model="hosted_vllm/model", api_base=server.url, api_key=KEY, tools=TOOLS, stream=is_streamed)
     messages = [{"role": "user", "content": "hi"}]

@@ -8,7 +8,7 @@ import pytest
 from lib.response_store import ResponseStore
 from tests.examples.scripted_engine import answer_with, engine_of, prompt_of, scripted_service
 from tests.examples.serving import ask, running
-from tests.examples.test_tool_calls import calls_text
+from tests.examples.written_calls import calls_text
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"type": "function", "name": "get_weather", "description": "d", "parameters": PARAMETERS, "strict": False}

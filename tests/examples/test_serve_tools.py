@@ -3,23 +3,14 @@
 import json
 
 import openai
+import pydantic
 import pytest
 
 from lib.tool_formats import FORMATS
 from tests.examples.scripted_engine import answer_with, merged, parts, prompt_of, scripted_service
 from tests.examples.serving import ask, chat, chat_body, running
-from tests.examples.test_tool_calls import calls_text
+from tests.examples.written_calls import MULTIPLY, TOOLS, calls_text, written
 
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Current weather of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
-MULTIPLY = {"type": "function", "function": {"name": "multiply"}}
-TOOLS = [WEATHER, MULTIPLY]
 ARGUMENTS = '{"city": "S\u00e3o {\\"Paulo\\"}"}'
 FIRST, SECOND = ("get_weather", ARGUMENTS), ("multiply", '{"a": [1, {"b": 2}]}')
 CALLS = [list(FIRST), list(SECOND)]
@@ -42,22 +33,8 @@ def hermes():
         yield server
 
 
-def harmony(*calls, thought):
-    text = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant" if thought else ""
-    begin = "<|channel|>commentary to=functions."
-    each = (f"{begin}{name} <|constrain|>json<|message|>{arguments}" for name, arguments in calls)
-    return text + "<|end|><|start|>assistant".join(each)
-
-
-def written(form, *calls, thought=""):
-    """An answer with these calls, as a model of this format writes it."""
-    if form == "openai":
-        return harmony(*calls, thought=thought)
-    return (f"<think>{thought}</think>\n\n" if thought else "") + calls_text(form, *calls)
-
-
 def both(server, text, *, cut=0, **options):
-    """The choice of a whole answer, checked to be that of the stream."""
+    """The choice of a whole answer, checked to equal the stream's."""
     answer_with(server.service, text, text, cut=cut)
     options = dict(tools=TOOLS) | options
     answer = chat(server, **options)
@@ -223,6 +200,16 @@ def test_a_wrong_request_gets_one_sentence(hermes, name):
     error = json.loads(answer)["error"]
     assert (status, error["param"], error["message"].startswith(message)) == (400, param, True), error
     assert error["message"].count(". ") == 0
+
+
+def test_parsing_helpers_of_the_openai_client_are_told_the_reason(hermes):
+    class Weather(pydantic.BaseModel):
+        city: str
+
+    messages = [{"role": "user", "content": "hi"}]
+    for options in (dict(response_format=Weather), dict(tools=[openai.pydantic_function_tool(Weather)])):
+        with pytest.raises(openai.BadRequestError, match="cannot restrict an answer to a grammar"):
+            hermes.client.chat.completions.parse(model="model", messages=messages, **options)
 
 
 def test_a_template_without_a_known_form_of_calls_refuses_tools():

@@ -7,6 +7,7 @@ import pytest
 from lib.json_scanner import MOST_DEPTH, JsonScanner, NotJsonError
 from lib.tool_calls import ToolCallStream
 from lib.tool_formats import FORMATS, find_format
+from tests.examples.written_calls import calls_text
 
 NAMES = ("get_weather", "get_current_temperature", "get_delivery_date", "multiply")
 # Arguments that are hard to find the end of.
@@ -16,24 +17,6 @@ NESTED = {
     "ok": True,
 }
 ESCAPED = r'{"location": "\u00dcbersee \ud83d\ude00 \"<|call|>\" \\", "unit": "\u0063"}'
-
-
-def calls_text(name, *calls):
-    """The calls, as name and JSON text of the arguments, in a format."""
-    if name == "openai":
-        return "".join(f"to=functions.{call}<|message|>{arguments}<|call|>" for call, arguments in calls)
-    if name == "deepseek_v3":
-        mark = "<｜tool▁{}｜>".format
-        begin, separator, end = mark("call▁begin"), mark("sep"), mark("call▁end")
-        each = (f"{begin}function{separator}{call}\n```json\n{text}\n```{end}" for call, text in calls)
-        return mark("calls▁begin") + "\n".join(each) + mark("calls▁end")
-    key = "parameters" if name == "llama3_json" else "arguments"
-    objects = [f'{{"name": "{call}", "{key}": {arguments}}}' for call, arguments in calls]
-    if name == "mistral":
-        return f"[TOOL_CALLS] [{', '.join(objects)}]"
-    if name == "hermes":
-        return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
-    return "; ".join(objects)
 
 
 def parse(name, text, **options):

@@ -1,6 +1,7 @@
 """An engine whose answers are given, with the model's tokenizer and service around it."""
 
 import collections
+import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -50,25 +51,29 @@ class ScriptedEngine:
 
     def add_request(self, prompt, params):
         self.prompts.append(prompt)
-        answer = self.script.popleft()
-        answer = answer[: params.max_tokens]
+        answer = self.script.popleft()[: params.max_tokens]
         reason = "stop" if answer and answer[-1] in params.stop_token_ids else "length"
-        self._running[len(self.prompts)] = (answer, reason, params, 0)
+        whole = Completion(answer, [-0.5] * len(answer) if params.logprobs else None, reason)
+        self._running[len(self.prompts)] = [whole] * params.n, [Completion([], None, None)] * params.n
         return len(self.prompts)
 
     def abort(self, request_id, completion=None):
-        self._running.pop(request_id, None)
+        """Ends completions where they are. As in an engine, the next step reports that."""
+        wholes, parts = self._running.get(request_id, ([], []))
+        for k in range(len(wholes)) if completion is None else [completion][: len(wholes)]:
+            wholes[k] = dataclasses.replace(parts[k], finish_reason="abort")
 
     def step(self):
         outputs = []
-        for request_id, (answer, reason, params, start) in list(self._running.items()):
-            end = start + self.tokens_per_step
-            is_last = end >= len(answer)
-            logprobs = [-0.5] * len(answer[:end]) if params.logprobs else None
-            completion = Completion(answer[:end], logprobs, reason if is_last else None)
-            outputs.append(RequestOutput(request_id, [completion] * params.n, is_last))
-            self._running[request_id] = (answer, reason, params, end)
-            if is_last:
+        for request_id, (wholes, parts) in list(self._running.items()):
+            for k, whole in enumerate(wholes):
+                end = len(parts[k].token_ids) + self.tokens_per_step
+                logprobs = whole.logprobs and whole.logprobs[:end]
+                is_last = end >= len(whole.token_ids)
+                parts[k] = whole if is_last else Completion(whole.token_ids[:end], logprobs, None)
+            is_finished = all(part.finish_reason is not None for part in parts)
+            outputs.append(RequestOutput(request_id, list(parts), is_finished))
+            if is_finished:
                 del self._running[request_id]
         return outputs
 

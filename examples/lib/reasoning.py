@@ -36,11 +36,20 @@ class Channels:
     https://developers.openai.com/cookbook/articles/openai-harmony
     """
 
-    def __init__(self, tokenizer: Tokenizer, message: int, channel: int, *others: int, shows_calls: bool = False):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        message: int,
+        channel: int,
+        *others: int,
+        splits_reasoning: bool = True,
+        shows_calls: bool = False,
+    ):
         self.marks = {message, channel, *others}
         self._tokenizer, self._message, self._channel = tokenizer, message, channel
         self._header: list[int] | None = None  # tokens before <|message|>
         self._part = CONTENT
+        self._reasoning_part = REASONING if splits_reasoning else CONTENT
         self._shows_calls, self._is_call, self._marks_text = shows_calls, False, ""
 
     def part_of(self, token_id: int) -> str | None:
@@ -65,7 +74,7 @@ class Channels:
         if recipient is not None and self._is_call:
             self._marks_text += f"to={recipient[1]}<|message|>"
         is_reasoning = not self._is_call and ("<|channel|>analysis" in header or " to=" in header)
-        self._header, self._part = None, REASONING if is_reasoning else CONTENT
+        self._header, self._part = None, self._reasoning_part if is_reasoning else CONTENT
 
     def take_marks(self) -> str:
         """The marks of tool calls since the last time, as text that belongs before the next token's."""
@@ -73,17 +82,21 @@ class Channels:
         return text
 
 
-def make_splitter(tokenizer: Tokenizer, *, shows_calls: bool = False) -> Thoughts | Channels | None:
-    """The splitter for the reasoning marks that are single tokens of the tokenizer. None: the model has no
-    reasoning."""
+def make_splitter(
+    tokenizer: Tokenizer, *, splits_reasoning: bool = True, shows_calls: bool = False
+) -> Thoughts | Channels | None:
+    """The splitter for the marks that are single tokens of the tokenizer. None: there is nothing to split."""
+    if not splits_reasoning and not shows_calls:
+        return None
 
     def find(*marks: str) -> list[int] | None:
         ids = [i for mark in marks if (i := tokenizer.tokenizer.token_to_id(mark)) is not None]
         return ids if len(ids) == len(marks) else None
 
     if ids := find("<|message|>", "<|channel|>", "<|start|>", "<|end|>"):
-        return Channels(tokenizer, *ids, *(find("<|call|>") or ()), shows_calls=shows_calls)
-    if ids := find("<think>", "</think>"):
+        ids += find("<|call|>") or []
+        return Channels(tokenizer, *ids, splits_reasoning=splits_reasoning, shows_calls=shows_calls)
+    if splits_reasoning and (ids := find("<think>", "</think>")):
         return Thoughts(*ids)
     return None
 
@@ -110,7 +123,7 @@ class ReasoningStream:
         **options: Any,
     ):
         self.num_tokens = 0
-        self._splitter = make_splitter(tokenizer, shows_calls=shows_calls) if splits else None
+        self._splitter = make_splitter(tokenizer, splits_reasoning=splits, shows_calls=shows_calls)
         self._ids: dict[str, list[int]] = {REASONING: [], CONTENT: []}
         stops_of = {REASONING: (), CONTENT: stops}
         self._streams = {

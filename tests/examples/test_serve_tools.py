@@ -61,6 +61,13 @@ def test_a_call_that_is_cut_by_length_is_not_presented_as_complete(scripted, for
         assert choice.content.endswith(text[end - 8 : end])
 
 
+def test_calls_are_read_while_the_reasoning_stays_in_the_content(form):
+    with running(scripted_service(form, splits_reasoning=False)) as server:
+        choice = both(server, written(form, FIRST, thought="Which?"))
+        assert (choice.reasoning, choice.calls, choice.reason) == ("", CALLS[:1], "tool_calls")
+        assert "Which?" in choice.content
+
+
 def test_an_answer_without_a_call_is_text(scripted, form):
     text = "<|channel|>final<|message|>It is 4." if form == "openai" else "It is 4."
     choice = both(scripted, text)

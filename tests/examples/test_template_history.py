@@ -34,6 +34,28 @@ def test_other_templates_get_arguments_as_objects(template):
     assert arguments(template) == {"a": "\u00fc"}
 
 
+def test_calls_are_split_for_a_template_with_one_call_per_message():
+    def call(number):
+        return CALL | {"id": number}
+
+    def result(number):
+        return {"role": "tool", "tool_call_id": number, "content": number}
+
+    user, final = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    several = {"role": "assistant", "content": "c", "tool_calls": [call("1"), call("2"), call("3")]}
+    first, second, third = ({"role": "assistant", "content": "", "tool_calls": [call(number)]} for number in "123")
+    first["content"] = "c"
+    template = "{{ message.tool_calls[0] }}"
+    history = [user, several, result("2"), result("1"), result("4"), final]
+    split = [user, first, result("1"), second, result("2"), third, result("4"), final]
+    assert adapt_history(history, template) == split
+    assert adapt_history(split, template) == split
+    assert adapt_history(history, "{% for call in message.tool_calls %}") == history
+    assert adapt_history([several], template) == [first, second, third]
+    for unusual in ([], [user], [result("1")], [result("1"), user], [user, result("1")], [final, user, result("1")]):
+        assert adapt_history(unusual, template) == unusual
+
+
 def test_the_reasoning_before_a_call_reaches_gpt_oss():
     template = "{{ message.thinking }}"
     assert adapt_history(HISTORY, template)[1]["thinking"] == "r"

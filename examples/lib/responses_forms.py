@@ -13,7 +13,15 @@ from lib.service import Service
 # Fields that mean the same in a chat, and vLLM's that are not in OpenAI's API.
 SAME = ["model", "stream", "temperature", "top_p", "parallel_tool_calls", "presence_penalty", "frequency_penalty"]
 SAME += ["top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "repetition_penalty", "logit_bias"]
-SAME += ["skip_special_tokens", "include_stop_str_in_output", "chat_template_kwargs", "documents"]
+SAME += [
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "chat_template_kwargs",
+    "documents",
+]
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "truncation": ("disabled",),

@@ -6,7 +6,7 @@ import functools
 from types import SimpleNamespace
 
 from jaxpaged import Completion, EngineStats, RequestOutput
-from lib.engine_thread import EngineThread
+from lib.engines import Engines
 from lib.service import Service
 from lib.tokenizer import Tokenizer
 from lib.tool_formats import FORMATS
@@ -90,16 +90,16 @@ def scripted_service(form, *, tokens_per_step=3, **changes):
     """A service with a scripted engine, of a model with this form of tool calls."""
     tokenizer = make_tokenizer(form == "openai")
     config = SimpleNamespace(vocab_size=tokenizer.tokenizer.get_vocab_size())
-    engine = EngineThread(ScriptedEngine(tokens_per_step), most_completions=8)
+    engines = Engines([ScriptedEngine(tokens_per_step)], most_completions=8)
     options = dict(
         served_names=("model",), max_model_len=5000, api_key=KEY, max_body_bytes=10**5, tool_format=FORMATS.get(form)
     )
     checkpoint = SimpleNamespace(config=config, tokenizer=tokenizer)
-    return Service(engine, checkpoint, **options | changes)
+    return Service(engines, checkpoint, **options | changes)
 
 
 def engine_of(service):
-    return service.engine._engine
+    return service.engines.threads[0].engine
 
 
 def answer_with(service, *texts, cut=0):

@@ -46,8 +46,8 @@ def test_names_of_adapters_are_unique(tiny):
 
 
 def test_the_form_of_tool_calls(tiny, monkeypatch):
-    monkeypatch.setattr(serve, "create_engine", lambda *args, **options: None)
-    monkeypatch.setattr(serve, "EngineThread", lambda engine, most_completions: None)
+    monkeypatch.setattr(serve, "create_engines", lambda *_, **__: None)
+    monkeypatch.setattr(serve, "Engines", lambda *_, **__: None)
     assert make_service(tiny.path).tool_format is None  # its template has none
     assert make_service(tiny.path, "--tool-call-parser=mistral").tool_format is FORMATS["mistral"]
 

@@ -133,14 +133,14 @@ def test_llama_index_reads_calls(server, is_streamed):
     openai_like = pytest.importorskip("llama_index.llms.openai_like")
     from llama_index.core.tools import FunctionTool
 
-    llm = openai_like.OpenAILike(
-        model="model", api_base=server.url, api_key=KEY, is_chat_model=True, is_function_calling_model=True
-    )
     tools = [FunctionTool.from_defaults(get_weather)]
-    if is_streamed:
-        *_, answer = llm.stream_chat_with_tools(tools, user_msg="hi", allow_parallel_tool_calls=True)
-    else:
-        answer = llm.chat_with_tools(tools, user_msg="hi", allow_parallel_tool_calls=True)
+    options = dict(model="model", api_base=server.url, api_key=KEY, is_chat_model=True, is_function_calling_model=True)
+    with openai.DefaultHttpxClient() as http_client:
+        llm = openai_like.OpenAILike(http_client=http_client, **options)
+        if is_streamed:
+            *_, answer = llm.stream_chat_with_tools(tools, user_msg="hi", allow_parallel_tool_calls=True)
+        else:
+            answer = llm.chat_with_tools(tools, user_msg="hi", allow_parallel_tool_calls=True)
     calls = llm.get_tool_calls_from_response(answer)
     assert [(call.tool_name, call.tool_kwargs) for call in calls] == CALLS
 

@@ -94,14 +94,14 @@ class BlockPool:
         ranks = jnp.cumsum(both, axis=1, dtype=jnp.int32)
         num_top, num_below = ranks[0, -1], ranks[1, -1]
         rank_top, rank_below = (ranks - both).reshape(2, *ids.shape)
-        bottom, num_free = self._ring(self.bottom - num_below), self.num_free + num_top + num_below
+        bottom = self._ring(self.bottom - num_below)
         index_below = self._ring(bottom + rank_below)
-        index = jnp.where(cached, index_below, self._ring(bottom + num_free - 1 - rank_top))
+        index = jnp.where(cached, index_below, self._ring(self.bottom + self.num_free + num_top - 1 - rank_top))
         return dataclasses.replace(
             self,
             free_list=put(self.free_list, index, mine, ids),
             bottom=bottom,
-            num_free=num_free,
+            num_free=self.num_free + num_top + num_below,
             num_waiting=self.num_waiting + num_below,
             extra_holders=put(holders, ids, mine, 0),
             cached_at=put(self.cached_at, ids, cached, index_below),

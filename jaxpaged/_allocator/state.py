@@ -6,7 +6,6 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxpaged._allocator.block_pool import BlockPool
 from jaxpaged._integers import checked_size, checked_tuple
@@ -169,13 +168,7 @@ class AllocatorState:
     def let_go(self, seqs: jax.Array) -> Self:
         """Empties the marked sequences and releases their blocks."""
         are_marked = self.per_row(seqs)[:, None]
-        # Most steps end no request. Only the pool passes the branch: XLA would copy the tables in each step.
-        pool = lax.cond(
-            seqs.any(),
-            lambda pool: pool.let_go(self.rows, are_marked & self.is_entry(self.lengths)),
-            lambda pool: pool,
-            self.pool,
-        )
+        pool = self.pool.let_go(self.rows, are_marked & self.is_entry(self.lengths))
         return self.with_rows(
             jnp.where(are_marked, 0, self.rows),
             jnp.where(seqs, 0, self.lengths),

@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike
 
 from jaxpaged._allocator.block_allocator import BlockAllocator
@@ -60,14 +59,8 @@ def with_due[S: SchedulerState](scheduler: S, is_due: jax.Array | bool) -> S:
 
 
 def admit[S: SchedulerState](scheduler: S, allocator: BlockAllocator, is_open: ArrayLike) -> S:
-    has_seat = (scheduler.statuses == RequestStatus.RUNNING).sum(dtype=jnp.int32) < scheduler.num_seqs
-    is_waiting = (scheduler.statuses == RequestStatus.WAITING).any()
-    return lax.cond(
-        is_open & has_seat & is_waiting,
-        lambda scheduler: give_seats(scheduler, allocator, first_waiting(scheduler))[0],
-        lambda scheduler: scheduler,
-        scheduler,
-    )
+    candidates = jnp.where(is_open, first_waiting(scheduler), scheduler.max_requests)
+    return give_seats(scheduler, allocator, candidates)[0]
 
 
 def first_waiting(scheduler: SchedulerState) -> jax.Array:

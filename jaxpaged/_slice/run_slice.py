@@ -58,7 +58,6 @@ def run_slice(setup: Setup, weights: Any, state: State, inbox: Inbox) -> tuple[S
     def one_event(_: Any, state: State) -> State:
         """Changes seats if due, admits requests, and runs a step if there is work."""
         state = change_seats_if_due(state, is_open)
-        goes_on = state.scheduler.has_work & (state.scheduler.num_steps < inbox.num_steps)
         scheduler, allocator = state.scheduler.admit(state.allocator, is_open=is_open), state.allocator
         state = dataclasses.replace(state, scheduler=scheduler)
         num_saved_reads, gains = 0 if state.seat_groups is None else state.seat_groups.num_saved_reads, None
@@ -66,6 +65,7 @@ def run_slice(setup: Setup, weights: Any, state: State, inbox: Inbox) -> tuple[S
             drafting = state.drafting.with_drafts(scheduler, allocator, setup.draft, setup.row_cost)
             state, gains = dataclasses.replace(state, drafting=drafting), drafting.gains(scheduler)
         kind = next_kind(scheduler, allocator, state.num_waited, setup.kinds, num_saved_reads, gains)
+        goes_on = scheduler.has_work & (scheduler.num_steps < inbox.num_steps)
         return lax.switch(jnp.where(goes_on, kind, len(steps)), [*steps, lambda state: state], state)
 
     # The trip count is static, and only the model or its attention can add loops to a step. So XLA captures each

@@ -23,7 +23,7 @@ from jaxpaged._slice.logit_params import LogitParams
 from jaxpaged._slice.logits_context import LogitsContext
 from jaxpaged._slice.penalties import penalise
 from jaxpaged._slice.pytrees import describe
-from jaxpaged._slice.sampling import Drawn, greedy, sample
+from jaxpaged._slice.sampling import Drawn
 from jaxpaged._slice.token_lists import add_bias, forbid_bad_words, forbid_others
 
 # Logits, float32 [rows, vocab], and the context: the new logits. A row's result must depend on its own sequence only.
@@ -88,32 +88,25 @@ class Processing:
 
     def draw(
         self,
+        sample: Callable[..., Drawn],
         model_logits: Callable[[], jax.Array],
         seats: jax.Array,
         sampling: Sampling,
         positions: jax.Array,
         given: jax.Array,
-        *,
-        wants_logprobs: jax.Array,
-        num_top_logprobs: int,
-        is_processed: bool,
     ) -> Drawn:
         """`sample` from the changed logits. Given tokens see the model's logits.
 
-        A step that is greedy, without changes and without logprobs has one branch: on a GPU each costs as much as many
-        small kernels.
-
         Args:
+            sample: `sampling.sample` with options.
             model_logits: computes the model's logits, `[rows, vocab]`.
             seats: int32 `[rows]`, the seat of each row; for padding, at least the number of seats.
             sampling: the parameters of each row.
             positions: int32 `[rows]`, position of the token that each row's logits are for.
             given: int32 `[rows]`, tokens whose logprobs are returned; -1: draw one.
-            wants_logprobs: as in `sample`, like the next two.
         """
         logits = model_logits() if self.function is None else model_logits().astype(jnp.float32)
         is_used = (per_seat(self.scheduler, self.params.is_used) & self.step.is_sampled).any()
-        how: Any = dict(given=given, num_top_logprobs=num_top_logprobs, is_processed=is_processed)
 
         def by_params(logits: jax.Array) -> jax.Array:
             params, context = self.params_of_rows(seats, given), self.context(seats, positions)
@@ -124,30 +117,20 @@ class Processing:
             # A scatter, so that XLA knows that it can work in place: else steps without changes would copy the logits.
             return put(logits, jnp.arange(len(logits), dtype=jnp.int32), params.is_used, changed.astype(logits.dtype))
 
-        def change_and_sample(logits: jax.Array) -> Drawn:
-            changed = lax.cond(is_used, by_params, lambda logits: logits, logits)
-            if self.function is not None:
-                changed = jnp.where((given >= 0)[:, None], changed, self.by_function(changed, seats, positions))
+        changed = lax.cond(is_used, by_params, lambda logits: logits, logits)
+        if self.function is None:
 
             def with_model_logits(function: Callable[[jax.Array], Any]) -> Any:
-                if self.function is not None:
-                    return function(model_logits())
                 return lax.cond(is_used, lambda: function(model_logits()), lambda: function(changed))
 
-            return sample(changed, sampling, positions, wants_logprobs, with_model_logits=with_model_logits, **how)
-
-        if self.function is not None:
-            return change_and_sample(logits)
-        is_plain = ~(is_used | wants_logprobs | (sampling.temperature > 0).any())
-        return lax.cond(is_plain, functools.partial(greedy, num_top_logprobs), change_and_sample, logits)
-
-    def by_function(self, logits: jax.Array, seats: jax.Array, positions: jax.Array) -> jax.Array:
-        """The logits that the caller's function returns. Raises `ValueError` if it returns anything else."""
-        assert self.function is not None
-        changed = self.function(logits, self.context(seats, positions))
-        if describe(changed) != (wanted := describe(logits)):
-            raise ValueError(f"process_logits must return the new logits, {wanted}; got {describe(changed)}.")
-        return changed
+            return sample(changed, sampling, positions, given=given, with_model_logits=with_model_logits)
+        by_function = self.function(changed, self.context(seats, positions))
+        if describe(by_function) != (wanted := describe(changed)):
+            raise ValueError(f"process_logits must return the new logits, {wanted}; got {describe(by_function)}.")
+        changed = jnp.where((given >= 0)[:, None], changed, by_function)
+        return sample(
+            changed, sampling, positions, given=given, with_model_logits=lambda function: function(model_logits())
+        )
 
     def restrict(
         self, logits: jax.Array, model_logits: jax.Array, given: jax.Array, context: LogitsContext

@@ -115,13 +115,6 @@ def sample(
     return tokens, *if_wanted(wants_logprobs, wanted, len(logits), num_top_logprobs)
 
 
-def greedy(num_top_logprobs: int, logits: jax.Array) -> Drawn:
-    """The most likely token of each row. All logprobs are 0."""
-    num_seats = len(logits)
-    no_top_logprobs = TopLogprobs.create(num_seats, num_top_logprobs)
-    return best_of(logits)[0], jnp.zeros(num_seats, jnp.float32), no_top_logprobs
-
-
 def score(logits: jax.Array, given: jax.Array, wants_logprobs: jax.Array, *, num_top_logprobs: int = 0) -> Drawn:
     """As `sample` for given tokens. Always returns the greedy tokens, and scores them where `given` is -1."""
     tokens, best = best_of(logits)

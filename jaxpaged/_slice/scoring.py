@@ -24,7 +24,7 @@ from jaxpaged._slice.kinds import Kind
 from jaxpaged._slice.model import Setup
 from jaxpaged._slice.options import ResolvedOptions
 from jaxpaged._slice.process_logits import Processing
-from jaxpaged._slice.sampling import Drawn, TopLogprobs, score
+from jaxpaged._slice.sampling import Drawn, TopLogprobs, sample, score
 
 MOST_GROUPS = 4  # each is compiled separately: in a loop the host would start each iteration
 Head = Callable[[jax.Array | None], jax.Array]  # row indices, int32 [rows], or None for all: logits [rows, vocab]
@@ -142,13 +142,14 @@ def score_and_sample(
     """The next token of each seat, `[seats]`, and the scores of the step's rows.
 
     Where the next token is one to score, it is the given one, and nothing is sampled. Scores are the model's: only rows
-    to sample from are processed. A kind of step that draws at every row returns `[seats, drafts + 1]` instead: the
-    tokens after a seat's last known token and after each of its drafts.
+    to sample from are processed. A kind of step that draws at
+    every row returns `[seats, drafts + 1]` instead: the tokens after a seat's last known token and after each of its
+    drafts.
     """
     scheduler, step = processing.scheduler, processing.step
     rows = Rows.create(step, kind, scheduler, spans)
     how: Any = dict(wants_logprobs=wants_logprobs, num_top_logprobs=options.max_logprobs)
-    draw = functools.partial(processing.draw, is_processed=options.processed_logprobs, **how)
+    draw = functools.partial(processing.draw, functools.partial(sample, is_processed=options.processed_logprobs, **how))
     if not kind.is_mixed or kind.draws_all:
         return _by_row(head, scheduler, step, kind, rows, draw)
     judge = functools.partial(score, **how)

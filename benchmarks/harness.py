@@ -250,7 +250,7 @@ def open_store(benchmark: str, options: argparse.Namespace, *, device: str | Non
     path = options.output
     if path is None and not getattr(options, "toy", False):
         name = device or jax.devices()[0].device_kind
-        path = RESULTS / name.lower().removeprefix("nvidia ").split()[0] / f"{benchmark}.json"
+        path = RESULTS / name.lower().removeprefix("nvidia ").split()[0] / f"{benchmark.replace('.', '')}.json"
     return Store(path, device=device, **settings)
 
 

@@ -64,6 +64,26 @@ def beside_vllm(points: Points) -> str:
     return table(("shape of", "requests at once", "jaxpaged", "vLLM 0.25.1", "ratio"), rows)
 
 
+def orders(points: Points) -> str:
+    """Tokens per second of both for requests in the order given, and with the largest `max_tokens` first."""
+    rows = []
+    for order, text in {"engine": "as given", "longest first": "longest first"}.items():
+        for count in (2048, 1024, 512):
+            ours, theirs = (points(f"h200/{e}_06b")[f"{order} {count}"]["tokens_per_s"] for e in ("engine", "vllm"))
+            rows.append([f"{count:,}", text, f"{ours:,.0f}", f"{theirs:,.0f}", f"{ours / theirs:.2f}"])
+    return table(("requests at once", "order", "jaxpaged", "vLLM 0.25.1", "ratio"), rows)
+
+
+def starts(points: Points) -> str:
+    """Seconds of the parts of a first and a second start."""
+    names = {"trace": "trace", "lower": "lower", "compile": "compile, or read", "engine": "the engine, in all"}
+    found = points("h200/start_1b")
+    rows = [
+        [text, *(f"{found[start][f'{part}_s']:.1f}" for start in ("first", "second"))] for part, text in names.items()
+    ]
+    return table(("seconds", "first start", "second start"), rows)
+
+
 def times_vllm(points: Points) -> str:
     """A sentence with the smallest and the largest ratio of each model."""
     ratios: dict[str, list[float]] = {}

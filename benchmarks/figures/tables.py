@@ -29,6 +29,8 @@ TABLES: dict[str, Callable[[Points], str]] = {
     "portable prefill": kernel_tables.portable_prefill,
     "summary": kernel_tables.summary,
     "beside vllm": system_tables.beside_vllm,
+    "orders": system_tables.orders,
+    "starts": system_tables.starts,
     "times vllm": system_tables.times_vllm,
     "engine": system_tables.engine,
     "arrivals": system_tables.arrivals,

@@ -166,7 +166,10 @@ class AllocatorState:
 
     @one_program()
     def let_go(self, seqs: jax.Array) -> Self:
-        """Empties the marked sequences and releases their blocks."""
+        """Empties the marked sequences and releases their blocks.
+
+        Not a branch: on a GPU that would cost more than the few kernels. [branches_h200]
+        """
         are_marked = self.per_row(seqs)[:, None]
         pool = self.pool.let_go(self.rows, are_marked & self.is_entry(self.lengths))
         return self.with_rows(

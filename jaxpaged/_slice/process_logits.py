@@ -1,7 +1,7 @@
 """Changes logits before tokens are drawn: by the requests' parameters, in vLLM's order, then by the caller's function.
 
-The changed logits replace the model's in place, so a step in which no request uses the parameters pays nothing. If
-logprobs are wanted too, the head computes the model's logits again.
+The changed logits replace the model's in place, so a step in which no request uses the parameters pays for a branch
+only. If logprobs are wanted too, the head computes the model's logits again.
 """
 
 import dataclasses
@@ -95,7 +95,7 @@ class Processing:
         positions: jax.Array,
         given: jax.Array,
     ) -> Drawn:
-        """`sample` from the changed logits. Given tokens see the model's logits.
+        """`sample` from the changed logits. Given tokens see the model's logits. [branches_h200]
 
         Args:
             sample: `sampling.sample` with options.

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxpaged import CacheCapacity, EngineOptions, cache_capacity, layer_groups
+from jaxpaged.grammar import Vocabulary
 from lib.adapters import adapt, read_adapter
-from lib.checkpoint import Checkpoint, default_path, load_model, read_checkpoint
+from lib.checkpoint import READ_ERRORS, Checkpoint, default_path, load_model, one_line, read_checkpoint
 from lib.command_line import (
     RequestError,
     add_data_parallel,
@@ -213,6 +214,18 @@ def load_adapted(checkpoint: Checkpoint, args: argparse.Namespace) -> Llama:
     return model
 
 
+def read_vocabulary(checkpoint: Checkpoint) -> Vocabulary | None:
+    """The bytes of the tokens, for grammars. Prints a message and returns None if the tokenizer does not have them."""
+    tokenizer = checkpoint.tokenizer
+    try:
+        return Vocabulary.from_tokenizer(
+            tokenizer.tokenizer, tokenizer.eos_ids, vocab_size=checkpoint.config.vocab_size
+        )
+    except READ_ERRORS as error:
+        say(f"Requests with a grammar are refused: {one_line(error)}.")
+        return None
+
+
 def create_service(args: argparse.Namespace) -> "Service":
     """Loads the model and compiles the engines. Raises `CheckpointError` and `RequestError`."""
     from lib.adapter_slots import AdapterSlots
@@ -246,8 +259,16 @@ def create_service(args: argparse.Namespace) -> "Service":
         num_listed_tokens=MOST_LISTED,
         seed=secrets.randbits(32),
     )
+    vocabulary = read_vocabulary(checkpoint)
     with matmul_precision(args):
-        engines = create_engines(replicas, options, block_size=args.block_size, num_blocks=num_blocks, dtype=args.dtype)
+        engines = create_engines(
+            replicas,
+            options,
+            block_size=args.block_size,
+            num_blocks=num_blocks,
+            dtype=args.dtype,
+            vocabulary=vocabulary,
+        )
     return Service(
         Engines(
             engines,
@@ -269,6 +290,7 @@ def create_service(args: argparse.Namespace) -> "Service":
         sampling_defaults=read_sampling_defaults(args, checkpoint),
         splits_reasoning=not args.reasoning_in_content,
         tool_format=FORMATS.get(args.tool_call_parser) or find_format(checkpoint.tokenizer.chat_template),
+        vocabulary=vocabulary,
         has_tokenizer_info=args.enable_tokenizer_info_endpoint,
         allowed_origins=tuple(args.allowed_origins),
         logs_requests=args.log_requests,

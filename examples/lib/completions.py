@@ -19,8 +19,10 @@ from lib.chat_template import ChatTemplateError, RendererBusyError
 from lib.middleware import DETAILS, REQUEST_ID
 from lib.openai_answers import Answer
 from lib.openai_forms import USUAL_TOKENS, Ask
+from lib.openai_grammars import GrammarAsk, compile_grammar
 from lib.openai_logits import check_num_listed, encode_bad_words
 from lib.pieces import Pieces
+from lib.reasoning import begins_with_content
 from lib.service import RETRY_SECONDS, Service
 from lib.template_history import adapt_history
 
@@ -56,6 +58,8 @@ async def generate(
         generation = service.engines.open(num_completions)
         ending.callback(service.engines.close, generation)
         prompts = await unless_gone(request, asyncio.to_thread(encode, service, ask))
+        if ask.is_chat and ask.grammar is not None:
+            check_thinking(service, ask.grammar, prompts[0])
         params = await unless_gone(request, asyncio.to_thread(complete_params, service, ask))
         requests = [(p, dataclasses.replace(params, **limits(service, ask, p))) for p in prompts]
         service.engines.start(generation, requests)
@@ -91,15 +95,29 @@ def encode_conversation(service: Service, conversation: dict[str, Any]) -> list[
     return tokens
 
 
+def check_thinking(service: Service, grammar: GrammarAsk, prompt: list[int]) -> None:
+    """Raises `ApiError` if an answer to the prompt begins with reasoning."""
+    if not begins_with_content(service.checkpoint.tokenizer, prompt):
+        message = (
+            "A grammar restricts an answer from its first token, and answers to this prompt begin with reasoning; "
+        )
+        message += (
+            'turn it off if the chat template can, for example with chat_template_kwargs {"enable_thinking": false}.'
+        )
+        raise ApiError(400, message, param=grammar.param)
+
+
 def complete_params(service: Service, ask: Ask) -> SamplingParams:
-    """The parameters with stop tokens and the tokens of bad words. Raises `ApiError`."""
+    """The parameters with stop tokens, the tokens of bad words, and the grammar. Raises `ApiError`."""
     tokenizer = service.checkpoint.tokenizer
     eos_ids = () if ask.ignores_eos else tokenizer.eos_ids
     stop_token_ids = tuple({*eos_ids, *ask.params.stop_token_ids})
     bad_words = encode_bad_words(tokenizer, ask.bad_words)
     params = dataclasses.replace(ask.params, stop_token_ids=stop_token_ids, bad_words=bad_words)
     check_num_listed(params)
-    return params
+    if ask.grammar is None or service.vocabulary is None:
+        return params
+    return dataclasses.replace(params, grammar=compile_grammar(ask.grammar, service.vocabulary))
 
 
 def limits(service: Service, ask: Ask, prompt: list[int]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jaxpaged
+from jaxpaged.grammar import Vocabulary
 from lib.adapters import set_adapters
 from lib.llama import Llama
 from lib.llama_config import LlamaConfig
@@ -32,12 +33,13 @@ def create_engine(
     num_blocks: int | None = None,
     mesh: Mesh | None = None,
     device: jax.Device | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> jaxpaged.Engine:
     """Creates an engine for the model. Its weights are `nnx.state(model)`.
 
     With `num_blocks=None` the pool has room for `max_num_seqs` requests of `max_model_len` tokens, which `options` must
     then set. `mesh` is the mesh of a model that tensor_parallel.py has sharded. `device` is the model's device, or the
-    first of its mesh, if that is not JAX's default device.
+    first of its mesh, if that is not JAX's default device. With a `vocabulary`, requests may have grammars.
     """
     graph, weights = nnx.split(model)
     groups = jaxpaged.layer_groups(layer_windows(config))
@@ -82,4 +84,4 @@ def create_engine(
         caches = tuple(create() for _ in range(groups.num_caches))
         if device is not None and mesh is None:
             caches = jax.device_put(caches, device)  # copies nothing: commits them to their device
-        return jaxpaged.Engine(apply, weights, caches, head=head, options=options)
+        return jaxpaged.Engine(apply, weights, caches, head=head, vocabulary=vocabulary, options=options)

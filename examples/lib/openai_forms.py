@@ -9,7 +9,7 @@ from jaxpaged import SamplingParams
 from lib.api_error import ApiError
 from lib.fields import Fields, is_whole
 from lib.openai_fields import NEUTRAL, NEUTRAL_IN_CHAT, NEUTRAL_IN_TEXT, refuse_unread
-from lib.openai_grammars import check_grammar
+from lib.openai_grammars import read_grammar
 from lib.openai_logits import read_bad_words, read_logit_params, read_min_tokens
 from lib.openai_messages import check_unicode, read_conversation
 from lib.openai_tools import read_tools
@@ -30,13 +30,15 @@ class Ask:
         model: name of the adapter, or the model's first name.
         conversation: the conversation of a chat, with its tools; None in a completion.
         tool_use: the tools of a chat; None in a completion.
+        grammar: the grammar of the answer; None: any text.
         prompts: texts or token ids; empty in a chat.
         prompt_field: field of the request with the prompt, for errors.
         is_echoed: whether an answer begins with its prompt.
         max_tokens: None: not set. 0: only echo the prompts.
         min_tokens: minimum number of new tokens.
         bad_words: texts that the answer must not contain.
-        params: sampling parameters, without `max_tokens`, `min_tokens`, `bad_words` and the model's end-of-text tokens.
+        params: sampling parameters, without `max_tokens`, `min_tokens`, `bad_words`, `grammar` and the model's
+            end-of-text tokens.
         stops: stop strings.
         includes_usage: whether a stream ends with the usage.
         has_usage_in_chunks: whether every chunk has the usage.
@@ -52,7 +54,7 @@ class Ask:
             raise fields.error(other, f"is not supported here: send it to {path}")
         vocab_size = service.checkpoint.config.vocab_size
         self.tool_use = read_tools(fields) if is_chat else None
-        check_grammar(fields, self.tool_use)
+        self.grammar = read_grammar(fields, self.tool_use, has_vocabulary=service.vocabulary is not None)
         self.conversation = None
         if self.tool_use is not None:
             self.conversation = read_conversation(fields) | {"tools": self.tool_use.tools or None}

@@ -1,21 +1,152 @@
-"""The fields of a request that restrict its answer to a grammar. The engine applies no grammar, so they are refused."""
+"""Reads and compiles the grammar that a request restricts its answer to.
 
-from lib.fields import Fields
+https://platform.openai.com/docs/guides/structured-outputs
+https://docs.vllm.ai/en/latest/features/structured_outputs.html
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxpaged import EngineOptions
+from jaxpaged.grammar import (
+    Grammar,
+    Vocabulary,
+    compile_choice,
+    compile_json_object,
+    compile_json_schema,
+    compile_regex,
+)
+from lib.api_error import ApiError
+from lib.fields import Fields, short
+from lib.openai_fields import refuse_unread
 from lib.openai_tools import ToolUse
 
-REASON = "this server cannot restrict an answer to a grammar"
+NO_VOCABULARY = "needs a grammar, which this model's tokenizer does not support"
+# vLLM's options of a grammar, with values that change nothing here.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "disable_any_whitespace": (False,),
+    "disable_additional_properties": (False, True),  # answers have the declared properties only
+    "disable_fallback": (False, True),
+}
+SCHEMA = "must be a JSON schema, as an object or its text"
+MOST_CHARACTERS = 400  # of an error
+CHOICE = "must be a list of at least one text"
 
 
-def check_grammar(fields: Fields, tool_use: ToolUse | None) -> None:
-    """Raises `FieldError` if the request needs a grammar: for a JSON schema, a forced call, or strict arguments."""
-    form = Fields(fields.get("response_format", {"type": "text"}), "response_format.")
-    if form.text("type") != "text":
-        raise fields.error("response_format", f'is supported only as {{"type": "text"}}: {REASON}')
-    if tool_use is None:
-        return
+@dataclasses.dataclass(frozen=True)
+class GrammarAsk:
+    """The grammar of an answer.
+
+    Attributes:
+        param: field of the request, for errors.
+        compile: compiles it for a vocabulary.
+    """
+
+    param: str
+    compile: Callable[[Vocabulary], Grammar]
+
+
+def read_grammar(fields: Fields, tool_use: ToolUse | None, *, has_vocabulary: bool) -> GrammarAsk | None:
+    """The grammar that a request needs. Raises `FieldError` and `MissingFieldError`."""
+    found = list(itertools.chain(_response_format(fields), _structured_outputs(fields), _guided(fields)))
+    if tool_use is not None:
+        check_calls(fields, tool_use)
+    if not found:
+        return None
+    grammar, *others = found
+    name = grammar.param.partition(".")[0]
+    if not has_vocabulary:
+        raise fields.error(name, NO_VOCABULARY)
+    if others:
+        raise fields.error(others[0].param, f"does not go with {grammar.param}: an answer has one grammar")
+    if tool_use is not None and tool_use.callable_names:
+        raise fields.error(name, 'goes with tools only if tool_choice is "none": its grammar rules out calls')
+    return grammar
+
+
+def check_calls(fields: Fields, tool_use: ToolUse) -> None:
+    """Raises `FieldError` for calls that need a grammar: forced ones, and strict arguments."""
+    reason = "calls are not restricted to a grammar yet"
     if tool_use.choice not in ("none", "auto"):
-        raise fields.error("tool_choice", f'is supported only as "none" or "auto": {REASON}')
+        raise fields.error("tool_choice", f'is supported only as "none" or "auto": {reason}')
     if tool_use.strict_names and tool_use.choice != "none":
         index = next(i for i, tool in enumerate(tool_use.tools) if tool["function"]["name"] in tool_use.strict_names)
         function = Fields(tool_use.tools[index]["function"], f"tools[{index}].function.")
-        raise function.error("strict", f"is supported only as false: {REASON}")
+        raise function.error("strict", f"is supported only as false: {reason}")
+
+
+def compile_grammar(ask: GrammarAsk, vocabulary: Vocabulary) -> Grammar:
+    """Runs in a thread, because a grammar may need a second. Raises `ApiError`."""
+    try:
+        grammar = ask.compile(vocabulary)
+    except ValueError as error:
+        raise ApiError(400, one_sentence(str(error)), param=ask.param) from error
+    except RecursionError as error:
+        raise ApiError(400, "The grammar is nested too deeply.", param=ask.param) from error
+    most = EngineOptions.num_grammar_masks - 1
+    if len(grammar.masks) > most:
+        message = f"The grammar has {len(grammar.masks)} different sets of allowed tokens; it may have {most} here."
+        raise ApiError(400, message, param=ask.param)
+    return grammar
+
+
+def one_sentence(message: str) -> str:
+    """A message of the compiler without its advice, which names arguments that requests do not have."""
+    message = re.sub(r"\. [A-Z][^'\"]*$", "", message).rstrip(".")
+    half = MOST_CHARACTERS // 2
+    return f"{message if len(message) <= MOST_CHARACTERS else f'{message[:half]} ... {message[-half:]}'}."
+
+
+def _response_format(fields: Fields) -> Iterator[GrammarAsk]:
+    form = Fields(fields.get("response_format", {"type": "text"}), "response_format.")
+    kind = form.text("type")
+    if kind == "json_object":
+        yield GrammarAsk("response_format", compile_json_object)
+    elif kind == "json_schema":
+        yield _json(Fields(form.get("json_schema"), "response_format.json_schema."), "schema")
+    elif kind != "text":
+        raise form.error("type", f"must be text, json_object or json_schema; got {kind[:60]!r}")
+
+
+def _structured_outputs(fields: Fields) -> Iterator[GrammarAsk]:
+    form = Fields(fields.get("structured_outputs", {}), "structured_outputs.")
+    yield from _each(form, {"json": _json, "regex": _regex, "choice": _choice})
+    if form.flag("json_object", False):
+        yield GrammarAsk("structured_outputs.json_object", compile_json_object)
+    refuse_unread(form, NEUTRAL)
+
+
+def _guided(fields: Fields) -> Iterator[GrammarAsk]:
+    """vLLM's older fields."""
+    return _each(fields, {"guided_json": _json, "guided_regex": _regex, "guided_choice": _choice})
+
+
+def _each(fields: Fields, readers: dict[str, Callable[[Fields, str], GrammarAsk]]) -> Iterator[GrammarAsk]:
+    return (read(fields, name) for name, read in readers.items() if fields.get(name, None) is not None)
+
+
+def _json(fields: Fields, name: str) -> GrammarAsk:
+    given = schema = fields.get(name)
+    if isinstance(given, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            schema = json.loads(given)
+    if not isinstance(schema, dict):
+        raise fields.error(name, f"{SCHEMA}; got {short(given)}")
+    return GrammarAsk(fields.within + name, lambda vocabulary: compile_json_schema(schema, vocabulary))
+
+
+def _regex(fields: Fields, name: str) -> GrammarAsk:
+    pattern = fields.text(name)
+    return GrammarAsk(fields.within + name, lambda vocabulary: compile_regex(pattern, vocabulary))
+
+
+def _choice(fields: Fields, name: str) -> GrammarAsk:
+    options = fields.get(name)
+    if not isinstance(options, list) or not options or not all(isinstance(option, str) for option in options):
+        raise fields.error(name, CHOICE)
+    return GrammarAsk(fields.within + name, lambda vocabulary: compile_choice(options, vocabulary))

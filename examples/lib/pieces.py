@@ -133,7 +133,7 @@ class CompletionText:
             ask.stops,
             calls=calls,
             prompt_ids=prompt,
-            splits=ask.is_chat and service.splits_reasoning,
+            splits=ask.is_chat and service.splits_reasoning and ask.grammar is None,
             skip_special_tokens=ask.skips_special_tokens,
             includes_stop=ask.includes_stop,
             has_offsets=ask.params.logprobs and not ask.is_chat,

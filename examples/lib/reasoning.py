@@ -19,6 +19,11 @@ class Thoughts:
         self.marks = {begin: REASONING, end: CONTENT}
         self._part = CONTENT
 
+    @property
+    def is_content(self) -> bool:
+        """Whether the next token is content, unless it is a mark."""
+        return self._part == CONTENT
+
     def part_of(self, token_id: int) -> str | None:
         """Reads the next token. Returns None for a mark."""
         if token_id in self.marks:
@@ -68,6 +73,11 @@ class Channels:
             return self._part
         return None
 
+    @property
+    def is_content(self) -> bool:
+        """Whether the next token is content, unless it is a mark."""
+        return self._header is None and self._part == CONTENT
+
     def _begin_message(self, header: str) -> None:
         recipient = RECIPIENT.search(header)
         self._is_call = recipient is not None and self._shows_calls
@@ -101,6 +111,21 @@ def make_splitter(
     return None
 
 
+def read_prompt(splitter: Thoughts | Channels, prompt_ids: Sequence[int]) -> None:
+    marked = [i for i, token_id in enumerate(prompt_ids) if token_id in splitter.marks]
+    for token_id in prompt_ids[marked[-3:][0] :] if marked else ():  # a message has three before its text
+        splitter.part_of(token_id)
+
+
+def begins_with_content(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
+    """Whether an answer to the prompt begins with its content: not with reasoning, and not with a message's header."""
+    splitter = make_splitter(tokenizer)
+    if splitter is None:
+        return True
+    read_prompt(splitter, prompt_ids)
+    return splitter.is_content
+
+
 class ReasoningStream:
     """Returns the reasoning and the content of a growing list of tokens, piece by piece, as `TextStream` does for text.
 
@@ -130,9 +155,7 @@ class ReasoningStream:
             part: TextStream(tokenizer, own, prompt_ids=prompt_ids, **options) for part, own in stops_of.items()
         }
         if self._splitter is not None:
-            marked = [i for i, token_id in enumerate(prompt_ids) if token_id in self._splitter.marks]
-            for token_id in prompt_ids[marked[-3:][0] :] if marked else ():  # a message has three before its text
-                self._splitter.part_of(token_id)
+            read_prompt(self._splitter, prompt_ids)
 
     @property
     def num_reasoning_tokens(self) -> int:

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jaxpaged
+from jaxpaged.grammar import Vocabulary
 from lib.adapters import Factors, replace_adapter
 from lib.engine_llama import create_engine
 from lib.llama import Llama
@@ -62,6 +63,7 @@ def create_engines(
     block_size: int,
     dtype: str,
     num_blocks: int | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> list[jaxpaged.Engine]:
     """Creates an engine for each replica, with the arguments of `create_engine`. Each has its own seed.
 
@@ -81,6 +83,7 @@ def create_engines(
                 num_blocks=num_blocks,
                 mesh=of_one.mesh,
                 device=of_one.device,
+                vocabulary=vocabulary,
             )
 
     first = create(0)

@@ -1,5 +1,6 @@
 """Parses requests of OpenAI's Responses API, and turns them into requests of a chat."""
 
+import dataclasses
 from typing import Any
 
 from lib.api_error import ApiError
@@ -31,7 +32,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # Names of fields in a chat, and here.
 NAMES = {"max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort", "messages": "input"}
-NAMES |= {"response_format": "text.format", "verbosity": "text.verbosity", ".function.": "."}
+NAMES |= {
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "verbosity": "text.verbosity",
+    ".function.": ".",
+}
 
 
 class ResponsesAsk:
@@ -54,6 +60,7 @@ class ResponsesAsk:
             fields.text("instructions")
         reasoning = Fields(fields.get("reasoning", {}), "reasoning.")
         text = Fields(fields.get("text", {}), "text.")
+        form = Fields(text.get("format", {"type": "text"}), "text.format.")
         fields.get("stream_options", None)  # only says whether to hide the lengths of the deltas
         chat = {name: fields.get(name, None) for name in SAME}
         chat |= {
@@ -62,7 +69,7 @@ class ResponsesAsk:
             "tool_choice": _chat_choice(fields),
             "max_completion_tokens": fields.get("max_output_tokens", None),
             "reasoning_effort": reasoning.get("effort", None),
-            "response_format": _chat_format(Fields(text.get("format", {"type": "text"}), "text.format.")),
+            "response_format": _chat_format(form),
             "verbosity": text.get("verbosity", None),
         }
         refuse_unread(fields, NEUTRAL)
@@ -73,9 +80,11 @@ class ResponsesAsk:
         except MissingFieldError as error:
             raise MissingFieldError(error.args[0], _renamed(error.path)) from error
         self.ask.prompt_field = "input"
-        self.shown = self._shown(fields, service)
+        if self.ask.grammar is not None:
+            self.ask.grammar = dataclasses.replace(self.ask.grammar, param=_renamed(self.ask.grammar.param))
+        self.shown = self._shown(fields, form)
 
-    def _shown(self, fields: Fields, service: Service) -> dict[str, Any]:
+    def _shown(self, fields: Fields, form: Fields) -> dict[str, Any]:
         """Fields of the response in OpenAI's API that repeat the request or its defaults."""
         params = self.ask.params
         return {
@@ -88,7 +97,7 @@ class ResponsesAsk:
             "reasoning": {"effort": None, "summary": None} | fields.get("reasoning", {}),
             "store": self.stores,
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": form.values},
             "tool_choice": fields.get("tool_choice", "auto"),
             "tools": fields.get("tools", []),
             "top_p": params.top_p,

@@ -8,6 +8,7 @@ import time
 
 from starlette.requests import Request
 
+from jaxpaged.grammar import Vocabulary
 from lib.adapter_slots import AdapterSlots
 from lib.api_error import ApiError
 from lib.checkpoint import Checkpoint
@@ -32,6 +33,7 @@ class Service:
         sampling_defaults: temperature, top_p and top_k of requests that do not set them.
         splits_reasoning: whether chat answers have the reasoning in a separate field.
         tool_format: how the model writes tool calls; None: unknown, so no tools can be called.
+        vocabulary: the engines' vocabulary; None: requests may have no grammar.
         responses: the latest responses of /v1/responses.
         has_tokenizer_info: whether the route /tokenizer_info is enabled.
         allowed_origins: origins of web pages that may send requests; "*": all.
@@ -51,6 +53,7 @@ class Service:
     sampling_defaults: dict[str, float] = dataclasses.field(default_factory=dict)
     splits_reasoning: bool = True
     tool_format: ToolFormat | None = None
+    vocabulary: Vocabulary | None = None
     responses: ResponseStore = dataclasses.field(default_factory=ResponseStore)
     has_tokenizer_info: bool = False
     allowed_origins: tuple[str, ...] = ()

@@ -37,6 +37,7 @@ SERVICE = SimpleNamespace(  # enough to parse requests
     max_logprobs=0,
     sampling_defaults={},
     tool_format=None,
+    vocabulary=None,
 )
 
 

@@ -54,6 +54,7 @@ ANSWERED = {
         ],
         max_completion_tokens=8,
     ),
+    "instructor, JSON": dict(response_format=SCHEMA, max_tokens=8),
     "langchain, logprobs": dict(stream=False, logprobs=True, top_logprobs=2, max_completion_tokens=8, n=2),
     "langchain, reasoning": dict(stream=False, max_completion_tokens=8, reasoning_effort="low"),
     "langchain, completions": dict(
@@ -88,7 +89,6 @@ REFUSED = {
         dict(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "add"}}),
         'tool_choice is supported only as "none" or "auto"',
     ),
-    "instructor, JSON": (CHAT, dict(response_format=SCHEMA), "response_format is supported only as"),
     "openai, embeddings": ("/v1/embeddings", dict(input="a"), "There are /v1/chat/completions, /v1/responses and"),
 }
 

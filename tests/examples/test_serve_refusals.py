@@ -60,7 +60,7 @@ REFUSED = [
     (body(min_tokens=-1), "min_tokens must be a whole number from 0 to"),
     (body(min_tokens=3, max_tokens=2), "min_tokens must be at most max_tokens; got 3."),
     (body(min_tokens=17), "min_tokens must be at most max_tokens, which is 16 here; got 17."),
-    (body(response_format={"type": "json_object"}), 'response_format is supported only as {"type": "text"}'),
+    (body(response_format={"type": "xml"}), "type must be text, json_object or json_schema", "response_format.type"),
     (body(presence_penalty=2.1), "presence_penalty must be a number from -2 to 2; got 2.1."),
     (body(frequency_penalty="1"), "frequency_penalty must be a number from -2 to 2; got '1'."),
     (body(repetition_penalty=0), "repetition_penalty must be a number from 0.001 to 1000; got 0."),

@@ -217,17 +217,17 @@ REFUSED = {
     "a tool without a name": (dict(tools=[{"type": "function"}]), "The field 'name' is missing.", "tools[0].name"),
     "strict arguments": (
         dict(tools=[WEATHER | {"strict": True}]),
-        "strict is supported only as false: this server cannot restrict an answer to a grammar.",
+        "strict is supported only as false: calls are not restricted to a grammar yet.",
         "tools[0].strict",
     ),
     "a forced call": (
         dict(tools=[WEATHER], tool_choice={"type": "function", "name": "get_weather"}),
-        'tool_choice is supported only as "none" or "auto": this server cannot restrict an answer to a grammar.',
+        'tool_choice is supported only as "none" or "auto": calls are not restricted to a grammar yet.',
         "tool_choice",
     ),
     "a schema": (
         dict(text={"format": {"type": "json_schema", "name": "a", "schema": {}}}),
-        'text.format is supported only as {"type": "text"}: this server cannot restrict an answer to a grammar.',
+        "text.format needs a grammar, which this model's tokenizer does not support.",
         "text.format",
     ),
     "too few tokens": (

@@ -179,22 +179,22 @@ REFUSED = {
     ),
     "a forced call": (
         dict(tools=TOOLS, tool_choice="required"),
-        'tool_choice is supported only as "none" or "auto": this server cannot restrict an answer to a grammar.',
+        'tool_choice is supported only as "none" or "auto": calls are not restricted to a grammar yet.',
         "tool_choice",
     ),
     "a forced function": (
         dict(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "multiply"}}),
-        'tool_choice is supported only as "none" or "auto": this server cannot restrict an answer to a grammar.',
+        'tool_choice is supported only as "none" or "auto": calls are not restricted to a grammar yet.',
         "tool_choice",
     ),
     "strict arguments": (
         dict(tools=[MULTIPLY, {"type": "function", "function": {"name": "a", "strict": True}}]),
-        "strict is supported only as false: this server cannot restrict an answer to a grammar.",
+        "strict is supported only as false: calls are not restricted to a grammar yet.",
         "tools[1].function.strict",
     ),
     "a schema": (
         dict(response_format={"type": "json_object"}),
-        'response_format is supported only as {"type": "text"}: this server cannot restrict an answer to a grammar.',
+        "response_format needs a grammar, which this model's tokenizer does not support.",
         "response_format",
     ),
 }
@@ -214,8 +214,11 @@ def test_parsing_helpers_of_the_openai_client_are_told_the_reason(hermes):
         city: str
 
     messages = [{"role": "user", "content": "hi"}]
-    for options in (dict(response_format=Weather), dict(tools=[openai.pydantic_function_tool(Weather)])):
-        with pytest.raises(openai.BadRequestError, match="cannot restrict an answer to a grammar"):
+    for options, reason in (
+        (dict(response_format=Weather), "response_format needs a grammar"),
+        (dict(tools=[openai.pydantic_function_tool(Weather)]), "calls are not restricted to a grammar yet"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=reason):
             hermes.client.chat.completions.parse(model="model", messages=messages, **options)
 
 

@@ -54,12 +54,14 @@ class Ask:
             raise fields.error(other, f"is not supported here: send it to {path}")
         vocab_size = service.checkpoint.config.vocab_size
         self.tool_use = read_tools(fields) if is_chat else None
-        self.grammar = read_grammar(fields, self.tool_use, has_vocabulary=service.vocabulary is not None)
+        if self.tool_use is not None and self.tool_use.callable_names and service.tool_format is None:
+            raise fields.error("tools", NO_TOOL_FORMAT)
+        self.grammar = read_grammar(
+            fields, self.tool_use, service.tool_format, has_vocabulary=service.vocabulary is not None
+        )
         self.conversation = None
         if self.tool_use is not None:
             self.conversation = read_conversation(fields) | {"tools": self.tool_use.tools or None}
-            if self.tool_use.callable_names and service.tool_format is None:
-                raise fields.error("tools", NO_TOOL_FORMAT)
         self.prompt_field = "messages" if is_chat else "prompt"
         self.prompts = [] if is_chat else _prompts(fields, vocab_size)
         self.adds_special_tokens = is_chat or fields.flag("add_special_tokens", True)

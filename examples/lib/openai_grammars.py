@@ -6,7 +6,6 @@ https://docs.vllm.ai/en/latest/features/structured_outputs.html
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from lib.api_error import ApiError
 from lib.fields import Fields, short
 from lib.openai_fields import refuse_unread
 from lib.openai_tools import ToolUse
+from lib.tool_formats import ToolFormat
 
 NO_VOCABULARY = "needs a grammar, which this model's tokenizer does not support"
 # vLLM's options of a grammar, with values that change nothing here.
@@ -34,6 +34,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "disable_fallback": (False, True),
 }
 SCHEMA = "must be a JSON schema, as an object or its text"
+NO_PARAMETERS = {"type": "object", "additionalProperties": False}
 MOST_CHARACTERS = 400  # of an error
 CHOICE = "must be a list of at least one text"
 
@@ -51,11 +52,13 @@ class GrammarAsk:
     compile: Callable[[Vocabulary], Grammar]
 
 
-def read_grammar(fields: Fields, tool_use: ToolUse | None, *, has_vocabulary: bool) -> GrammarAsk | None:
+def read_grammar(
+    fields: Fields, tool_use: ToolUse | None, tool_format: ToolFormat | None, *, has_vocabulary: bool
+) -> GrammarAsk | None:
     """The grammar that a request needs. Raises `FieldError` and `MissingFieldError`."""
-    found = list(itertools.chain(_response_format(fields), _structured_outputs(fields), _guided(fields)))
-    if tool_use is not None:
-        check_calls(fields, tool_use)
+    found = [*_response_format(fields), *_structured_outputs(fields), *_guided(fields)]
+    if tool_use is not None and tool_format is not None:
+        found = [*_forced_calls(fields, tool_use, tool_format), *found]
     if not found:
         return None
     grammar, *others = found
@@ -64,20 +67,9 @@ def read_grammar(fields: Fields, tool_use: ToolUse | None, *, has_vocabulary: bo
         raise fields.error(name, NO_VOCABULARY)
     if others:
         raise fields.error(others[0].param, f"does not go with {grammar.param}: an answer has one grammar")
-    if tool_use is not None and tool_use.callable_names:
+    if tool_use is not None and tool_use.choice == "auto" and tool_use.callable_names:
         raise fields.error(name, 'goes with tools only if tool_choice is "none": its grammar rules out calls')
     return grammar
-
-
-def check_calls(fields: Fields, tool_use: ToolUse) -> None:
-    """Raises `FieldError` for calls that need a grammar: forced ones, and strict arguments."""
-    reason = "calls are not restricted to a grammar yet"
-    if tool_use.choice not in ("none", "auto"):
-        raise fields.error("tool_choice", f'is supported only as "none" or "auto": {reason}')
-    if tool_use.strict_names and tool_use.choice != "none":
-        index = next(i for i, tool in enumerate(tool_use.tools) if tool["function"]["name"] in tool_use.strict_names)
-        function = Fields(tool_use.tools[index]["function"], f"tools[{index}].function.")
-        raise function.error("strict", f"is supported only as false: {reason}")
 
 
 def compile_grammar(ask: GrammarAsk, vocabulary: Vocabulary) -> Grammar:
@@ -100,6 +92,52 @@ def one_sentence(message: str) -> str:
     message = re.sub(r"\. [A-Z][^'\"]*$", "", message).rstrip(".")
     half = MOST_CHARACTERS // 2
     return f"{message if len(message) <= MOST_CHARACTERS else f'{message[:half]} ... {message[-half:]}'}."
+
+
+def _forced_calls(fields: Fields, tool_use: ToolUse, tool_format: ToolFormat) -> Iterator[GrammarAsk]:
+    """Raises `FieldError` for strict arguments of calls that the model may leave out."""
+    if tool_use.is_forced:
+        schema = calls_schema(tool_use, tool_format.without_marks.arguments)
+        yield GrammarAsk("tool_choice", lambda vocabulary: compile_json_schema(schema, vocabulary))
+    elif tool_use.strict_names and tool_use.choice == "auto":
+        index = next(i for i, tool in enumerate(tool_use.tools) if tool["function"]["name"] in tool_use.strict_names)
+        function = Fields(tool_use.tools[index]["function"], f"tools[{index}].function.")
+        raise function.error("strict", 'goes with tool_choice "required" or one function; here it must be false')
+
+
+def calls_schema(tool_use: ToolUse, key: str) -> dict[str, Any]:
+    """The schema of a forced call, or of an array of calls. `key`: key of the arguments."""
+    functions = [tool["function"] for tool in tool_use.tools if tool["function"]["name"] in tool_use.callable_names]
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": function["name"]}, key: {"$ref": f"#/$defs/{function['name']}"}},
+            "required": ["name", key],
+        }
+        for function in functions
+    ]
+    schema: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    if tool_use.choice == "required" and tool_use.is_parallel:
+        schema = {"type": "array", "items": schema, "minItems": 1}
+    definitions = {
+        function["name"]: moved(function.get("parameters") or NO_PARAMETERS, f"#/$defs/{function['name']}")
+        for function in functions
+    }
+    return {"$defs": definitions} | schema
+
+
+def moved(schema: Any, place: str) -> Any:
+    """A schema whose references are right when it is at this place in another one."""
+    if isinstance(schema, list):
+        return [moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: place + value[1:]
+        if name == "$ref" and isinstance(value, str) and value.startswith("#")
+        else moved(value, place)
+        for name, value in schema.items()
+    }
 
 
 def _response_format(fields: Fields) -> Iterator[GrammarAsk]:

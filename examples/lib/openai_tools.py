@@ -28,6 +28,11 @@ class ToolUse:
     strict_names: tuple[str, ...]
 
     @property
+    def is_forced(self) -> bool:
+        """Whether an answer must be a call."""
+        return self.choice not in ("none", "auto")
+
+    @property
     def callable_names(self) -> tuple[str, ...]:
         """Names of the tools that the model may call. Empty: its text is not searched for calls."""
         names = tuple(tool["function"]["name"] for tool in self.tools)

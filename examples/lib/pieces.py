@@ -127,7 +127,8 @@ class CompletionText:
         self._ask, self._prompt, self._tokenizer = ask, prompt, service.checkpoint.tokenizer
         calls, use = None, ask.tool_use
         if use is not None and use.callable_names and service.tool_format is not None:
-            calls = ToolCallStream(service.tool_format, use.callable_names, is_parallel=use.is_parallel)
+            tool_format = service.tool_format.without_marks if use.is_forced else service.tool_format
+            calls = ToolCallStream(tool_format, use.callable_names, is_parallel=use.is_parallel)
         self._stream = AnswerStream(
             self._tokenizer,
             ask.stops,

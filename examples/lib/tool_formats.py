@@ -33,6 +33,16 @@ class ToolFormat:
     marks: tuple[str, ...] = ()
     id_characters: int | None = None
 
+    @property
+    def without_marks(self) -> "ToolFormat":
+        """The form of calls that a grammar forces: an object with the name and the arguments, or an array of these.
+
+        It has no marks, because most are control tokens, which grammars never allow.
+        """
+        return dataclasses.replace(
+            self, begin=r"(?=[\[{])", end="", after="", marks=(), arguments=self.arguments or "arguments"
+        )
+
 
 # By vLLM's names of their parsers. The first that a template matches counts.
 FORMATS = {

@@ -85,7 +85,7 @@ def test_langchain_is_told_that_a_forced_call_needs_a_grammar(server):
     chat = chat.with_structured_output(
         {"title": "Weather", "type": "object", "properties": {}}, method="function_calling"
     )
-    with pytest.raises(openai.BadRequestError, match="calls are not restricted to a grammar yet"):
+    with pytest.raises(openai.BadRequestError, match="tool_choice needs a grammar"):
         chat.invoke("hi")
 
 
@@ -102,7 +102,7 @@ def test_instructor_reads_parallel_calls(server):
     found = client.chat.completions.create(response_model=Iterable[Weather], **options)
     assert [one.city for one in found] == ["Paris", "Bogot\u00e1"]
     client = instructor.from_openai(server.client)
-    with pytest.raises(Exception, match="calls are not restricted to a grammar yet"):
+    with pytest.raises(Exception, match="tool_choice needs a grammar"):
         client.chat.completions.create(response_model=Weather, max_retries=0, **options)
 
 

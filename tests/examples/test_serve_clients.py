@@ -87,7 +87,7 @@ REFUSED = {
     "instructor, tools": (
         CHAT,
         dict(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "add"}}),
-        'tool_choice is supported only as "none" or "auto"',
+        "start the server with --tool-call-parser",
     ),
     "openai, embeddings": ("/v1/embeddings", dict(input="a"), "There are /v1/chat/completions, /v1/responses and"),
 }

@@ -217,12 +217,12 @@ REFUSED = {
     "a tool without a name": (dict(tools=[{"type": "function"}]), "The field 'name' is missing.", "tools[0].name"),
     "strict arguments": (
         dict(tools=[WEATHER | {"strict": True}]),
-        "strict is supported only as false: calls are not restricted to a grammar yet.",
+        'strict goes with tool_choice "required" or one function; here it must be false.',
         "tools[0].strict",
     ),
     "a forced call": (
         dict(tools=[WEATHER], tool_choice={"type": "function", "name": "get_weather"}),
-        'tool_choice is supported only as "none" or "auto": calls are not restricted to a grammar yet.',
+        "tool_choice needs a grammar, which this model's tokenizer does not support.",
         "tool_choice",
     ),
     "a schema": (

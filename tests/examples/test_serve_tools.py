@@ -179,17 +179,17 @@ REFUSED = {
     ),
     "a forced call": (
         dict(tools=TOOLS, tool_choice="required"),
-        'tool_choice is supported only as "none" or "auto": calls are not restricted to a grammar yet.',
+        "tool_choice needs a grammar, which this model's tokenizer does not support.",
         "tool_choice",
     ),
     "a forced function": (
         dict(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "multiply"}}),
-        'tool_choice is supported only as "none" or "auto": calls are not restricted to a grammar yet.',
+        "tool_choice needs a grammar, which this model's tokenizer does not support.",
         "tool_choice",
     ),
     "strict arguments": (
         dict(tools=[MULTIPLY, {"type": "function", "function": {"name": "a", "strict": True}}]),
-        "strict is supported only as false: calls are not restricted to a grammar yet.",
+        'strict goes with tool_choice "required" or one function; here it must be false.',
         "tools[1].function.strict",
     ),
     "a schema": (
@@ -216,7 +216,7 @@ def test_parsing_helpers_of_the_openai_client_are_told_the_reason(hermes):
     messages = [{"role": "user", "content": "hi"}]
     for options, reason in (
         (dict(response_format=Weather), "response_format needs a grammar"),
-        (dict(tools=[openai.pydantic_function_tool(Weather)]), "calls are not restricted to a grammar yet"),
+        (dict(tools=[openai.pydantic_function_tool(Weather)]), "strict goes with tool_choice"),
     ):
         with pytest.raises(openai.BadRequestError, match=reason):
             hermes.client.chat.completions.parse(model="model", messages=messages, **options)

@@ -35,7 +35,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 SCHEMA = "must be a JSON schema, as an object or its text"
 NO_PARAMETERS = {"type": "object", "additionalProperties": False}
-MOST_CHARACTERS = 400  # of an error
+MOST_CHARACTERS = 400  # in an error
 CHOICE = "must be a list of at least one text"
 
 

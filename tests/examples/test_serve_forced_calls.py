@@ -1,6 +1,7 @@
 """Tool calls that a request forces, with arguments that follow their schema."""
 
 import json
+from typing import Literal
 
 import openai
 import pydantic
@@ -8,7 +9,7 @@ import pytest
 
 from lib.openai_grammars import moved
 from lib.tool_formats import FORMATS
-from tests.examples.serving import chat, running
+from tests.examples.serving import KEY, chat, running
 
 CITY = {
     "type": "object",
@@ -105,3 +106,26 @@ def test_references_follow_their_schema():
         "properties": {"$ref": {"type": "null"}, "a": {"$ref": "#/x"}},
         "anyOf": [{"$ref": "#/x/$defs/b"}],
     }
+
+
+class Forecast(pydantic.BaseModel):
+    """A forecast."""
+
+    city: Literal["Rome", "Paris"]
+    days: int = pydantic.Field(ge=1, le=14)
+
+
+@pytest.mark.filterwarnings("ignore")  # warnings inside the package
+def test_instructor_gets_its_model_by_a_forced_call(server):
+    instructor = pytest.importorskip("instructor")
+    options = dict(model="model", messages=[{"role": "user", "content": "a"}], max_retries=0)
+    client = instructor.from_openai(server.client)
+    assert isinstance(client.chat.completions.create(response_model=Forecast, **options), Forecast)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", ["function_calling", "json_schema"])
+def test_langchain_gets_structured_output(server, method):
+    langchain_openai = pytest.importorskip("langchain_openai")
+    model = langchain_openai.ChatOpenAI(model="model", base_url=str(server.client.base_url), api_key=KEY)
+    assert isinstance(model.with_structured_output(Forecast, method=method).invoke("a"), Forecast)

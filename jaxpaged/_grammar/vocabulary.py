@@ -114,7 +114,8 @@ def bytes_of_tokens(tokenizer: Any) -> list[bytes | None]:
         alphabet = byte_alphabet()
         for text, token in vocabulary.items():
             if token not in added:
-                tokens[token] = bytes(alphabet[character] for character in text)
+                is_encoded = alphabet.keys() >= set(text)  # others stand for themselves, also for the decoder
+                tokens[token] = bytes(map(alphabet.__getitem__, text)) if is_encoded else text.encode()
     elif set(kinds) <= {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"} and {"Metaspace", "Replace"} & set(
         kinds
     ):

@@ -81,6 +81,14 @@ def test_special_tokens_have_no_bytes_and_added_words_have_theirs():
         Vocabulary.from_tokenizer(tokenizer, [end], vocab_size=10)
 
 
+def test_a_token_outside_of_the_byte_alphabet_stands_for_itself():
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({"\u0120a": 0, "\u4e2d": 1, "b": 2}, []))
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    vocabulary = Vocabulary.from_tokenizer(tokenizer, [2])
+    for token in (0, 1):
+        assert bytes_of(vocabulary, [token]).decode() == tokenizer.decode([token])
+
+
 def test_other_tokenizers_are_refused():
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     tokenizer.decoder = tokenizers.decoders.WordPiece()

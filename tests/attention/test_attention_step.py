@@ -380,8 +380,8 @@ def on_an_h100(monkeypatch):
     monkeypatch.setattr(_device, "gpu", lambda: _device.GPUS["H100"])
 
 
-def sorts_of_layers(*, q_len=None, step_options=None, **options):
-    """The number of plans made inside a scan over layers, and outside: each plan sorts the sequences once."""
+def plans_in_layers(*, q_len=None, step_options=None, **options):
+    """The number of plans made inside a scan over layers, and outside: each has one argmax."""
     allocator = BlockAllocator.create(**LONG)
     slots = jnp.zeros((4,) if q_len is None else (4, q_len), jnp.int32)
     cache = KVCache.create(num_blocks=16, block_size=16, num_kv_heads=2, head_dim=64, dtype="bfloat16", num_layers=3)
@@ -399,19 +399,19 @@ def sorts_of_layers(*, q_len=None, step_options=None, **options):
 
     jaxpr = jax.make_jaxpr(layers)(allocator, q, cache)
     (scan,) = (equation for equation in jaxpr.eqns if equation.primitive.name == "scan")
-    inside, everything = (str(x).count(" sort[") for x in (scan.params["jaxpr"], jaxpr))
+    inside, everything = (str(x).count(" argmax[") for x in (scan.params["jaxpr"], jaxpr))
     return inside, everything - inside
 
 
 @pytest.mark.parametrize("q_len", [None, 2])
 def test_one_plan_serves_all_layers(on_an_h100, q_len):
-    assert sorts_of_layers(q_len=q_len) == (1, 0)
+    assert plans_in_layers(q_len=q_len) == (1, 0)
     one = dict(num_kv_heads=2)
-    assert sorts_of_layers(q_len=q_len, step_options=one) == (0, 1)
+    assert plans_in_layers(q_len=q_len, step_options=one) == (0, 1)
     # A layer with a window makes its own plan; a layer with num_partitions needs none.
-    assert sorts_of_layers(q_len=q_len, step_options=one, sliding_window=jnp.int32(10**5))[0] == 1
-    assert sorts_of_layers(q_len=q_len, step_options=one, num_partitions=2)[0] == 0
-    assert sorts_of_layers(q_len=q_len, step_options=one | dict(num_partitions=2)) == (0, 0)
+    assert plans_in_layers(q_len=q_len, step_options=one, sliding_window=jnp.int32(10**5))[0] == 1
+    assert plans_in_layers(q_len=q_len, step_options=one, num_partitions=2)[0] == 0
+    assert plans_in_layers(q_len=q_len, step_options=one | dict(num_partitions=2)) == (0, 0)
 
 
 def test_the_plan_of_a_step(on_an_h100):

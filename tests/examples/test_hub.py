@@ -97,7 +97,8 @@ def test_an_unresponsive_hub_times_out(cache, monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["missing", "/a/b", "a/b/c", "a/b.gguf", "../b", "a/.."])
-def test_a_path_is_not_looked_up_on_the_hub(path, monkeypatch):
+def test_a_path_is_not_looked_up_on_the_hub(path, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     with pytest.raises(CheckpointError, match=r"^There is no checkpoint at \S+\.$"):
         read_checkpoint(Path(path))

@@ -53,7 +53,7 @@ EQUATIONS, CHANGED = (
     "tests/engine/test_changed_logits.py::given or function_gives",
 )
 LATENT = "pallas_kernels/latent/kernel.py"
-GRAMMAR_MASKS = "jaxpaged/_grammar/masks.py"
+GRAMMAR_MASKS, GRAMMAR_ROOM = "jaxpaged/_grammar/masks.py", "jaxpaged/_engine/grammar_room.py"
 XLA_TILES, TREE, RUNS = (f"jaxpaged/_attention/{name}.py" for name in ("xla_tiles", "tree", "runs"))
 SHARED_PREFIX, PACKED_OPTIONS = (
     "jaxpaged/_attention/shared_prefix.py",
@@ -695,6 +695,38 @@ MUTANTS = (
         "taken = union([*ranges, SURROGATES])",
         "taken = union(ranges)",
         "tests/grammar/test_regex.py::encodings",
+        "masks",
+    ),
+    Mutant(
+        "grammar room: a small grammar overtakes",
+        GRAMMAR_ROOM,
+        "if self._is_full or (place :=",
+        "if (place :=",
+        "tests/engine/test_grammars.py::stays_in_the_pool",
+        "counts",
+    ),
+    Mutant(
+        "grammar room: in use, and evicted",
+        GRAMMAR_ROOM,
+        "if other not in self._used]",
+        "if other is not grammar]",
+        "tests/engine/test_grammars.py::stays_in_the_pool",
+        "ids",
+    ),
+    Mutant(
+        "grammars: a stop token ends any state",
+        "jaxpaged/_slice/grammars.py",
+        "stop_ids, pool.is_end[states][:, None])",
+        "stop_ids, True)",
+        "tests/engine/test_grammars.py::stop_tokens_end",
+        "endings",
+    ),
+    Mutant(
+        "grammars: one token of a step counts",
+        "jaxpaged/_slice/grammars.py",
+        "range(before.num_drafts + 1)",
+        "range(1)",
+        "tests/engine/test_grammars.py::whatever_the_load and plenty",
         "masks",
     ),
     Mutant(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import itertools
 import re
 
@@ -137,6 +138,16 @@ def model_of_everything(logits, prompt, new, params):
     if params.adapter is not None:
         x[params.adapter + 10] += 6
     return x
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _drop_engine():
+    """The engine keeps thousands of memory maps."""
+    yield
+    if engine_with_function.cache_info().currsize:
+        ENGINES.remove(engine_with_function())
+        engine_with_function.cache_clear()
+        gc.collect()
 
 
 @functools.cache

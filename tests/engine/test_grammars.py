@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import re
 
 import jax.numpy as jnp
@@ -45,14 +46,27 @@ GRAMMARS = (
     compile_choice(["abcd", "ab12", "true"], VOCABULARY),
 )
 PATTERNS = (None, "(ab|c[d-g])+(12)?", "[a-c]{3,9}", "abcd|ab12|true")
+OWN_ENGINES = []
 STATES, MASKS = 1 + sum(grammar.num_states - 1 for grammar in GRAMMARS), 1 + sum(len(g.masks) for g in GRAMMARS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _drop_engines():
+    """Each engine keeps thousands of memory maps."""
+    yield
+    ENGINES[:] = [engine for engine in ENGINES if engine not in OWN_ENGINES]
+    OWN_ENGINES.clear()
+    shared_engine.cache_clear()
+    gc.collect()
 
 
 @functools.cache
 def shared_engine(**options):
     sizes = dict(num_stop_ids=3, num_grammar_states=STATES, num_grammar_masks=MASKS)
-    ENGINES.append(create_engine(vocabulary=VOCABULARY, **sizes | options))
-    return ENGINES[-1]
+    engine = create_engine(vocabulary=VOCABULARY, **sizes | options)
+    ENGINES.append(engine)
+    OWN_ENGINES.append(engine)
+    return engine
 
 
 def state_after(grammar, new):

@@ -15,7 +15,8 @@ class Stored:
     """A response, and all items of its conversation, its own last.
 
     Attributes:
-        num_bytes: size of what this response has added to the conversation, as JSON.
+        num_bytes: size of the response and of the items before it, as JSON. Conversations share items, and each counts
+            them: an item stays in memory as long as a later response has it.
     """
 
     response: dict[str, Any]
@@ -34,8 +35,9 @@ class ResponseStore:
     def add(self, response: dict[str, Any], earlier: list[Item], new: list[Item]) -> None:
         """Adds a response. `earlier` and `new` are the items before it, of stored responses and of its request."""
         output = response["output"]
-        num_bytes = len(json.dumps(response)) + len(json.dumps(new))
-        self._stored[response["id"]] = Stored(response, [*earlier, *new, *output], num_bytes)
+        before = [*earlier, *new]
+        num_bytes = len(json.dumps(response)) + len(json.dumps(before))
+        self._stored[response["id"]] = Stored(response, [*before, *output], num_bytes)
         self._items |= {item["id"]: item for item in output}
         self._num_bytes += num_bytes
         while self._num_bytes > self._most_bytes or len(self._stored) > self._most_responses:

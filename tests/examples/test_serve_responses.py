@@ -180,6 +180,16 @@ def test_the_store_has_bounds():
     assert store.get("f") is not None
 
 
+def test_a_long_conversation_stays_within_the_bounds():
+    store, conversation = ResponseStore(most_responses=9, most_bytes=5000), []
+    for turn in range(50):
+        store.add({"id": str(turn), "output": [{"id": f"msg_{turn}", "text": "x" * 200}]}, conversation, [])
+        if (stored := store.get(str(turn))) is None:
+            break
+        conversation = stored.conversation
+    assert len(json.dumps(conversation)) < 5000
+
+
 REFUSED = {
     "no input": (dict(input=None), "The field 'input' is missing.", "input"),
     "an empty input": (dict(input=[]), "input must be a text or a list of at least one item.", "input"),

@@ -700,7 +700,7 @@ MUTANTS = (
     Mutant(
         "grammar room: a small grammar overtakes",
         GRAMMAR_ROOM,
-        "if self._is_full or (place :=",
+        "if self.is_full or (place :=",
         "if (place :=",
         "tests/engine/test_grammars.py::stays_in_the_pool",
         "counts",

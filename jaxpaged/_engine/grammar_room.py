@@ -41,6 +41,9 @@ class GrammarRoom:
     Args:
         num_states: states of the pool, with FREE.
         num_masks: masks of the pool, with that of FREE.
+
+    Attributes:
+        is_full: whether a request waited for room when the last slice was sent.
     """
 
     def __init__(self, num_states: int, num_masks: int):
@@ -48,25 +51,25 @@ class GrammarRoom:
         self._places: OrderedDict[Grammar, Place] = OrderedDict()  # the least recently used first
         self._arrived: set[Grammar] = set()  # a report has shown that they are on the device
         self._used: set[Grammar] = set()  # since `before_send`: by requests that were sent
-        self._is_full = False  # since `before_send`: whether a request waits for room
+        self.is_full = False
 
     @property
-    def is_full(self) -> bool:
-        """Whether a request waits for room."""
-        return self._is_full
+    def num_used_states(self) -> int:
+        """States of the grammars in use when the last slice was sent."""
+        return sum(map(num_rows, self._used))
 
     def before_send(self, sent: Iterable[CompletionState]) -> None:
         """Prepares for `holds`. `sent`: rows on the device or in flight to it."""
         self._used = grammars_of(sent)
-        self._is_full = False
+        self.is_full = False
 
     def holds(self, row: CompletionState) -> bool:
         """Whether a row waits for room. If not, its grammar has a place. Called for rows in their order."""
         grammar = row.params.grammar
         if grammar is None:
             return False
-        if self._is_full or (place := self._find(grammar)) is None:
-            self._is_full = True
+        if self.is_full or (place := self._find(grammar)) is None:
+            self.is_full = True
             return True
         self._places.move_to_end(grammar)
         self._used.add(grammar)

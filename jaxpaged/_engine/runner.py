@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxpaged._engine.books import Books, Sent
 from jaxpaged._engine.counting import count_report
-from jaxpaged._engine.grammar_room import GrammarRoom, Part, compile_put, grammars_of, num_rows
+from jaxpaged._engine.grammar_room import GrammarRoom, Part, compile_put
 from jaxpaged._engine.host_tier.copies import HostCopies, check_host_tier
 from jaxpaged._engine.host_tier.tier import HostTier, Moves
 from jaxpaged._engine.inputs import find_deleted, keys_and_values, own
@@ -116,14 +116,15 @@ class Runner:
 
     def stats(self) -> EngineStats:
         num_waiting = len(self.books.on_device) - self.counts.num_running
+        room = None if self.books.is_device_empty else self.room  # else nothing uses it, and nothing waits for it
         return dataclasses.replace(
             self.counts,
             num_queued=len(self.books.queue),
             num_waiting=max(num_waiting, 0),
             num_brought=0 if self.tier is None else self.tier.num_brought,
             host_bytes=0 if self.tier is None else self.tier.host_bytes,
-            num_grammar_states=sum(map(num_rows, grammars_of(self.books.rows_sent))),
-            waits_for_grammar_room=self.room is not None and self.room.is_full,
+            num_grammar_states=0 if room is None else room.num_used_states,
+            waits_for_grammar_room=room is not None and room.is_full,
         )
 
     def check_usable(self) -> None:

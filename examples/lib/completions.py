@@ -100,8 +100,6 @@ def check_thinking(service: Service, grammar: GrammarAsk, prompt: list[int]) -> 
     if not begins_with_content(service.checkpoint.tokenizer, prompt):
         message = (
             "A grammar restricts an answer from its first token, and answers to this prompt begin with reasoning; "
-        )
-        message += (
             'turn it off if the chat template can, for example with chat_template_kwargs {"enable_thinking": false}.'
         )
         raise ApiError(400, message, param=grammar.param)

@@ -7,13 +7,13 @@ https://docs.vllm.ai/en/latest/api/vllm/sampling_params.html
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpaged import SamplingParams
+from jaxpaged import EngineOptions, SamplingParams
 from lib.api_error import ApiError
 from lib.fields import Fields, is_whole
 from lib.tokenizer import Tokenizer
 
-# Tokens of logit_bias, allowed_token_ids and bad_words together. OpenAI accepts 300 biases.
-MOST_LISTED, MOST_WORDS, MOST_WORD_CHARACTERS = 300, 64, 200
+MOST_LISTED = EngineOptions.num_listed_tokens  # in all of LISTS together; OpenAI accepts 300 biases
+MOST_WORDS, MOST_WORD_CHARACTERS = 64, 200
 LISTS = "logit_bias", "allowed_token_ids", "bad_words"
 
 

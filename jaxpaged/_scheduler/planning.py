@@ -10,7 +10,7 @@ from jaxpaged._allocator.block_allocator import BlockAllocator
 from jaxpaged._put import put
 from jaxpaged._scheduler.arrays import first_marked, per_seat, rows_of
 from jaxpaged._scheduler.records import RequestStatus, StepPlan
-from jaxpaged._scheduler.state import SchedulerState
+from jaxpaged._scheduler.state import COMPUTED, SchedulerState
 
 
 def plan[S: SchedulerState](
@@ -37,7 +37,7 @@ def plan[S: SchedulerState](
     scheduler = dataclasses.replace(
         with_due(scheduler, scheduler.was_refused & ~was_refused),
         was_refused=was_refused,
-        counters=scheduler.counters.at[1].add(given.sum(dtype=jnp.int32)),
+        counters=scheduler.counters.at[COMPUTED].add(given.sum(dtype=jnp.int32)),
     )
     is_victim = ~ok.all() & last_in_rank(is_seated, allocator.lengths > 0, ranks)
     # With one row per seat, row i belongs to seat i: attention needs neither packed queries nor gathered tables.

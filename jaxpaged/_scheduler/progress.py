@@ -10,7 +10,7 @@ from jaxpaged._put import put
 from jaxpaged._scheduler import planning, seats
 from jaxpaged._scheduler.arrays import per_seat
 from jaxpaged._scheduler.records import Outbox, RequestStatus, StepPlan
-from jaxpaged._scheduler.state import SchedulerState, empty_outbox
+from jaxpaged._scheduler.state import STEPS, SchedulerState, empty_outbox
 
 
 def commit[S: SchedulerState](
@@ -125,6 +125,6 @@ def drain[S: SchedulerState](scheduler: S) -> tuple[S, Outbox]:
         scheduler,
         statuses=jnp.where(is_finished, RequestStatus.FREE, scheduler.statuses),
         outbox=empty_outbox(max_steps, num_draws, scheduler.max_requests),
-        counters=scheduler.counters.at[0].set(0),
+        counters=scheduler.counters.at[STEPS].set(0),
     )
     return scheduler, outbox

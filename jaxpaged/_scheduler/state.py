@@ -58,6 +58,9 @@ class Prefixes:
         return self.salt.at[adapters + 1].get(mode="clip")
 
 
+STEPS, COMPUTED, RECOMPUTED, PREEMPTED = range(4)  # in `counters`
+
+
 def empty_outbox(max_steps: int, num_draws: int, max_requests: int) -> jax.Array:
     """No token and no request in each row, int32 `[max_steps, 2, num_draws]`."""
     return jnp.stack([jnp.full((max_steps, num_draws), none, jnp.int32) for none in (-1, max_requests)], axis=1)
@@ -96,22 +99,22 @@ class SchedulerState:
     @property
     def num_steps(self) -> jax.Array:
         """Commits since the last drain, int32 `[]`."""
-        return self.counters[..., 0]
+        return self.counters[..., STEPS]
 
     @property
     def num_computed(self) -> jax.Array:
         """Tokens planned so far, int32 `[]`; modulo 2^32, as are the next two."""
-        return self.counters[..., 1]
+        return self.counters[..., COMPUTED]
 
     @property
     def num_recomputed(self) -> jax.Array:
         """Computed tokens that preemption discarded, int32 `[]`."""
-        return self.counters[..., 2]
+        return self.counters[..., RECOMPUTED]
 
     @property
     def num_preempted(self) -> jax.Array:
         """Preemptions, int32 `[]`."""
-        return self.counters[..., 3]
+        return self.counters[..., PREEMPTED]
 
     @property
     def num_drafts(self) -> int:

@@ -737,7 +737,7 @@ MUTANTS = (
         EQUATIONS,
         "counts",
     ),
-    Mutant("penalties: drafts count once", PENALTIES, "in_known + in_drafts", "in_known + 1", EQUATIONS, "counts"),
+    Mutant("penalties: drafts do not count", PENALTIES, "tokens == draft", "tokens < -draft", EQUATIONS, "counts"),
     Mutant("penalties: the prompt is new", PENALTIES, "is_known & ~is_prompt", "is_known", EQUATIONS, "counts"),
     Mutant("bad words: from the prompt", LISTS, " & (places >= rows_of", " | (places < rows_of", EQUATIONS, "masks"),
     Mutant(

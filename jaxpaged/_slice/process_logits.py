@@ -1,7 +1,7 @@
 """Changes logits before tokens are drawn: by the requests' parameters, in vLLM's order, then by the caller's function.
 
-The changed logits replace the model's in place, so a step in which no request uses the parameters pays for a branch
-only. If logprobs are wanted too, the head computes the model's logits again.
+All changes by parameters are scatters, which XLA does in place: a branch that changes no logits copies none. If
+logprobs are wanted too, the head computes the model's logits again.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jaxpaged._slice.columns import set_columns
 from jaxpaged._slice.grammars import FREE, Grammars
 from jaxpaged._slice.logit_params import LogitParams
 from jaxpaged._slice.logits_context import LogitsContext
-from jaxpaged._slice.penalties import penalise
+from jaxpaged._slice.penalties import has_penalty, penalise
 from jaxpaged._slice.pytrees import describe
 from jaxpaged._slice.sampling import Drawn
 from jaxpaged._slice.token_lists import add_bias, forbid_bad_words, forbid_others
@@ -33,37 +33,21 @@ ProcessLogits = Callable[[jax.Array, LogitsContext], jax.Array]
 def forbid_stops(params: LogitParams, logits: jax.Array, context: LogitsContext) -> jax.Array:
     """Forbids the stop tokens of requests with fewer than `min_tokens` new tokens."""
     stop_ids = rows_of(context.stop_ids, context.seqs)
-    is_forbidden = is_too_short(params, context)[:, None] & (stop_ids >= 0)
-    targets = jnp.where(is_forbidden, stop_ids, logits.shape[1])
+    num_new = context.lengths - rows_of(context.prompt_lengths, context.seqs)
+    is_too_short = (params.min_tokens > 0) & (num_new < params.min_tokens)
+    targets = jnp.where(is_too_short[:, None] & (stop_ids >= 0), stop_ids, logits.shape[1])
     return set_columns(logits, targets, -jnp.inf)
 
 
-def is_too_short(params: LogitParams, context: LogitsContext) -> jax.Array:
-    num_new = context.lengths - rows_of(context.prompt_lengths, context.seqs)
-    return (params.min_tokens > 0) & (num_new < params.min_tokens)
-
-
-def has_penalty(params: LogitParams, context: LogitsContext) -> jax.Array:
-    has_counts = (params.presence_penalty != 0) | (params.frequency_penalty != 0)
-    return params.is_used & (has_counts | (params.repetition_penalty != 1))
-
-
-# In vLLM's order: a processor, and the rows [rows] that it changes. It runs in steps with such a row.
-PROCESSORS: tuple[tuple[Callable[..., jax.Array], Callable[[LogitParams, LogitsContext], jax.Array]], ...] = (
-    (forbid_others, lambda params, _: params.num_allowed > 0),
-    (forbid_bad_words, lambda params, _: params.num_bad > 0),
-    (forbid_stops, is_too_short),
-    (add_bias, lambda params, _: params.num_biased > 0),
-    (penalise, has_penalty),
-)
-
-
 def process(params: LogitParams, logits: jax.Array, context: LogitsContext) -> jax.Array:
-    """Logits changed by the parameters of each row. `logits`: float32 `[rows, vocab]`."""
-    for processor, is_changed in PROCESSORS:
-        change = functools.partial(processor, params, context=context)
-        logits = lax.cond(is_changed(params, context).any(), change, lambda logits: logits, logits)
-    return logits
+    """Logits `[rows, vocab]` changed by the parameters of each row, in vLLM's order.
+
+    Only the counts of penalties cost more than a branch. [branches_h200]
+    """
+    for processor in (forbid_others, forbid_bad_words, forbid_stops, add_bias):
+        logits = processor(params, logits, context)
+    change = functools.partial(penalise, params, context=context)
+    return lax.cond(has_penalty(params).any(), change, lambda logits: logits, logits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,13 +93,9 @@ class Processing:
         is_used = (per_seat(self.scheduler, self.params.is_used) & self.step.is_sampled).any()
 
         def by_params(logits: jax.Array) -> jax.Array:
-            params, context = self.params_of_rows(seats, given), self.context(seats, positions)
-            wide = logits.astype(jnp.float32)
-            changed = process(params, wide, context)
-            if self.grammars is not None:
-                changed = self.restrict(changed, wide, given, context)
-            # A scatter, so that XLA knows that it can work in place: else steps without changes would copy the logits.
-            return put(logits, jnp.arange(len(logits), dtype=jnp.int32), params.is_used, changed.astype(logits.dtype))
+            context = self.context(seats, positions)
+            changed = process(self.params_of_rows(seats, given), logits, context)
+            return changed if self.grammars is None else self.restrict(changed, logits, given, context)
 
         changed = lax.cond(is_used, by_params, lambda logits: logits, logits)
         if self.function is None:
@@ -136,11 +116,16 @@ class Processing:
         self, logits: jax.Array, model_logits: jax.Array, given: jax.Array, context: LogitsContext
     ) -> jax.Array:
         """The logits with -inf for tokens that the grammars forbid."""
-        assert self.grammars is not None
-        if (num_tokens := len(self.grammars.token_lengths)) != (vocab_size := logits.shape[1]):
+        grammars = self.grammars
+        assert grammars is not None
+        if (num_tokens := len(grammars.token_lengths)) != (vocab_size := logits.shape[1]):
             raise ValueError(f"vocabulary must have a token for each of the {vocab_size} logits; got {num_tokens}.")
-        states = jnp.where(given < 0, self.grammars.states_of_rows(self.scheduler, context), FREE)
-        restrict = functools.partial(self.grammars.restrict, model_logits=model_logits, states=states, context=context)
+        states = jnp.where(given < 0, grammars.states_of_rows(self.scheduler, context), FREE)
+
+        def restrict(logits: jax.Array) -> jax.Array:
+            restricted = grammars.restrict(logits, model_logits, states, context)
+            return put(logits, jnp.arange(len(logits), dtype=jnp.int32), states != FREE, restricted)
+
         return lax.cond((states != FREE).any(), restrict, lambda logits: logits, logits)
 
     def params_of_rows(self, seats: jax.Array, given: jax.Array) -> LogitParams:

@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from jaxpaged._put import put
 from jaxpaged._scheduler.arrays import rows_of
 from jaxpaged._slice.columns import add_to_columns, get_columns, set_columns
 from jaxpaged._slice.logit_params import LogitParams
@@ -13,15 +15,19 @@ def add_bias(params: LogitParams, logits: jax.Array, context: LogitsContext) -> 
     """Adds the bias of each token in `logit_bias`."""
     is_biased = in_part(params, 0, params.num_biased)
     targets = jnp.where(is_biased, params.tokens, logits.shape[1])
-    return add_to_columns(logits, targets, params.values)
+    biased = get_columns(logits, targets).astype(jnp.float32) + params.values
+    return set_columns(logits, targets, biased.astype(logits.dtype))
 
 
 def forbid_others(params: LogitParams, logits: jax.Array, context: LogitsContext) -> jax.Array:
     """Forbids all tokens except `allowed_token_ids`, in the rows that list any."""
     is_listed = in_part(params, params.num_biased, params.num_allowed)
     targets = jnp.where(is_listed, params.tokens, logits.shape[1])
-    is_allowed = set_columns(jnp.zeros(logits.shape, jnp.bool_), targets, True)
-    return jnp.where(is_allowed | (params.num_allowed == 0)[:, None], logits, -jnp.inf)
+    # The barrier lets the scatters work in place: the gather comes first.
+    logits, allowed = lax.optimization_barrier((logits, get_columns(logits, targets)))
+    forbidden = jnp.full_like(logits, -jnp.inf)
+    logits = put(logits, jnp.arange(len(logits), dtype=jnp.int32), params.num_allowed > 0, forbidden)
+    return set_columns(logits, targets, allowed)
 
 
 def forbid_bad_words(params: LogitParams, logits: jax.Array, context: LogitsContext) -> jax.Array:

@@ -14,6 +14,7 @@ import numpy as np
 from benchmarks.engine.model import CONFIGS, packed_head, packed_model, random_weights
 from jaxpaged import Engine, EngineOptions, KVCache, SamplingParams
 from jaxpaged._engine.books import Books
+from jaxpaged.grammar import Vocabulary
 from lib.llama_config import LlamaConfig
 
 BLOCK_SIZE = 16
@@ -58,7 +59,14 @@ def create_caches(config: LlamaConfig, num_blocks: int) -> tuple[KVCache, ...]:
     return tuple(create() for _ in range(config.num_layers))
 
 
-def create_engine(model: str, weights: Any = None, *, device: jax.Device | None = None, **options: Any) -> Engine:
+def create_engine(
+    model: str,
+    weights: Any = None,
+    *,
+    device: jax.Device | None = None,
+    vocabulary: Vocabulary | None = None,
+    **options: Any,
+) -> Engine:
     """An engine, by default with random weights. It chooses each size that is in neither `SIZES` nor `options`.
 
     `device` is the engine's device, by default JAX's.
@@ -73,7 +81,14 @@ def create_engine(model: str, weights: Any = None, *, device: jax.Device | None 
         weights = random_weights(config) if weights is None else weights
         if device is not None:  # commits them to the device
             weights, caches = jax.device_put((weights, caches), device)
-        return Engine(packed_model(config), weights, caches, head=packed_head(config), options=EngineOptions(**chosen))
+        return Engine(
+            packed_model(config),
+            weights,
+            caches,
+            head=packed_head(config),
+            vocabulary=vocabulary,
+            options=EngineOptions(**chosen),
+        )
 
 
 def run_work(engine: Engine, work: Sequence[Request], *, longest_first: bool = False, **sampling: Any) -> int:

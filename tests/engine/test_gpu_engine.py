@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.engine.test_grammars import MASKS, STATES, VOCABULARY, requests_with_grammars
 from tests.toy_model import BLOCKS, SEATS, create_engine, over_heads, requests
 
 pytestmark = pytest.mark.gpu
@@ -50,3 +51,13 @@ def test_an_engine_gives_the_tokens_of_a_plain_one(name):
                     np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
     [alone] = engine.score(PROMPTS[:1], [[1, 2, 3]])
     assert np.isfinite(alone.logprobs).all()
+
+
+@pytest.mark.parametrize("name", ["plain", "widths", "prefix cache", "drafts"])
+def test_an_engine_changes_logits_and_follows_grammars(name):
+    prompts, params, expected = requests_with_grammars()
+    sizes = dict(num_stop_ids=3, num_grammar_states=STATES, num_grammar_masks=MASKS)
+    engine = ENGINES[name](vocabulary=VOCABULARY, compiler_options=None, **sizes)
+    for order in (slice(None), slice(None, None, -1)):
+        outputs = engine.generate(prompts[order], params[order])
+        assert [[each.token_ids for each in output.outputs] for output in outputs] == expected[order]

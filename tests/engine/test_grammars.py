@@ -86,8 +86,8 @@ def restricted(logits, prompt, new, params):
     return y if (y > -np.inf).any() else np.where(is_allowed, logits, -np.inf)
 
 
-@pytest.fixture(scope="module")
-def load():
+@functools.cache
+def requests_with_grammars():
     """Requests of which most have grammars, some in addition to other changes, and their expected tokens."""
     prompts, params = requests(20, seed=3)
     params = [
@@ -104,6 +104,11 @@ def load():
         for prompt, one in zip(prompts, ended, strict=True)
     ]
     return prompts, params, expected
+
+
+@pytest.fixture(scope="module")
+def load():
+    return requests_with_grammars()
 
 
 @pytest.mark.parametrize("left", [BLOCKS, TIGHT], ids=["plenty", "tight"])

@@ -1,6 +1,8 @@
 """Seconds until an engine is ready: the first start on a machine, and the second, which finds the program in a cache.
 
-    python -m benchmarks.engine.start --model 1b     # about a minute on a GPU with 16 cores
+A third start, with an empty folder again, is that of an engine with a vocabulary for grammars.
+
+    python -m benchmarks.engine.start --model 1b     # about 90 seconds on a GPU with 16 cores
     python -m benchmarks.engine.start --model toy    # on a CPU, to try the script out
 
 Each start is a process of its own. Both use one folder as `jax_compilation_cache_dir`, which is empty before the first.
@@ -22,12 +24,17 @@ from collections.abc import Sequence
 
 import jax
 
+from benchmarks.engine.changed_logits import random_vocabulary
 from benchmarks.engine.model import CONFIGS, random_weights
 from benchmarks.engine.workload import create_engine
 from benchmarks.harness import add_output, open_store
 from jaxpaged import SamplingParams
 
-STARTS = "first", "second"
+STARTS = {
+    "first": ("without", []),
+    "second": ("without", []),
+    "vocabulary": ("with", ["--vocabulary"]),
+}  # folder, flags
 PARTS = {
     "trace": "/jax/core/compile/jaxpr_trace_duration",
     "lower": "/jax/core/compile/jaxpr_to_mlir_module_duration",
@@ -35,7 +42,7 @@ PARTS = {
 }
 
 
-def start(model: str) -> dict[str, float]:
+def start(model: str, *, has_vocabulary: bool) -> dict[str, float]:
     """Seconds of the steps of a start in this process."""
     begin, seconds = time.perf_counter(), dict[str, float]()
     spent: dict[str, float] = collections.defaultdict(float)
@@ -50,8 +57,10 @@ def start(model: str) -> dict[str, float]:
 
     weights = jax.block_until_ready(random_weights(CONFIGS[model]))
     note("weights")
+    vocabulary = random_vocabulary(CONFIGS[model].vocab_size)[0] if has_vocabulary else None
+    note("vocabulary")
     jax.monitoring.register_event_duration_secs_listener(listen)
-    engine = create_engine(model, weights)
+    engine = create_engine(model, weights, vocabulary=vocabulary)
     note("engine")
     seconds |= {name: spent[event] for name, event in PARTS.items()}
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
@@ -63,19 +72,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="1b")
     parser.add_argument("--one", action="store_true", help="start once, in this process, and print the seconds as JSON")
+    parser.add_argument("--vocabulary", action="store_true", help="with --one: with a vocabulary for grammars")
     add_output(parser)
     options = parser.parse_args(arguments)
     if options.one:
-        print(json.dumps(start(options.model)))
+        print(json.dumps(start(options.model, has_vocabulary=options.vocabulary)))
         return
     options.toy, found = options.model == "toy", {}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.engine.start", "--one", "--model", options.model]
-        for name in STARTS:
+        for name, (cache, flags) in STARTS.items():
             begin = time.perf_counter()
             done = subprocess.run(
-                command,
-                env=os.environ | {"JAX_COMPILATION_CACHE_DIR": folder},
+                [*command, *flags],
+                env=os.environ | {"JAX_COMPILATION_CACHE_DIR": f"{folder}/{cache}"},
                 stdout=subprocess.PIPE,
                 text=True,
                 check=True,
@@ -83,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             process = {"process": time.perf_counter() - begin}
             found[name] = process | json.loads(done.stdout.splitlines()[-1])
             print(
-                f"{name:<8}", ", ".join(f"{part} {seconds:.1f} s" for part, seconds in found[name].items()), flush=True
+                f"{name:<10}", ", ".join(f"{part} {seconds:.1f} s" for part, seconds in found[name].items()), flush=True
             )
     store = open_store(f"start_{options.model}", options, cores=os.cpu_count())  # the starts had the GPU to themselves
     for name, seconds in found.items():

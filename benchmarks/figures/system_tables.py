@@ -44,17 +44,6 @@ SEVERAL_GPUS = {
 }
 
 
-def engine(points: Points) -> str:
-    ours, peer, rows = points("h200/engine"), points("h200/vllm"), []
-    for name in ("engine 512", "engine 1024", "engine 2048"):
-        p, theirs = ours[name], peer[name]
-        shares = (f"{p[share]:.0%}" for share in ("of_steps", "of_floor"))
-        vllm_rate = f"{theirs['tokens_per_s']:,.0f}" if theirs["tokens"] == p["tokens"] else ""  # else not comparable
-        rows.append([f"{p['requests']:,}", f"{p['tokens']:,}", f"{p['tokens_per_s']:,.0f}", *shares, vllm_rate])
-    head = "requests", "new tokens", "tokens a second", "of its steps", "of the floor", "vLLM's tokens a second"
-    return table(head, rows)
-
-
 def beside_vllm(points: Points) -> str:
     """Tokens per second of the engine and of vLLM at its defaults, for the same requests on one machine."""
     rows = [
@@ -67,11 +56,22 @@ def beside_vllm(points: Points) -> str:
 def orders(points: Points) -> str:
     """Tokens per second of both for requests in the order given, and with the largest `max_tokens` first."""
     rows = []
-    for order, text in {"engine": "as given", "longest first": "longest first"}.items():
-        for count in (2048, 1024, 512):
-            ours, theirs = (points(f"h200/{e}_06b")[f"{order} {count}"]["tokens_per_s"] for e in ("engine", "vllm"))
-            rows.append([f"{count:,}", text, f"{ours:,.0f}", f"{theirs:,.0f}", f"{ours / theirs:.2f}"])
-    return table(("requests at once", "order", "jaxpaged", "vLLM 0.25.1", "ratio"), rows)
+    for model, name in {"8b": "Llama 3 8B", "06b": "Qwen3 0.6B"}.items():
+        ours, theirs = (points(f"h200/{engine}_{model}") for engine in ("engine", "vllm"))
+        for order, text in {"engine": "as given", "longest first": "longest first"}.items():
+            for count in (2048, 1024, 512):
+                rates = [found[f"{order} {count}"]["tokens_per_s"] for found in (ours, theirs)]
+                ratio = f"{rates[0] / rates[1]:.2f}"
+                rows.append([name, f"{count:,}", text, *(f"{rate:,.0f}" for rate in rates), ratio])
+    return table(("shape of", "requests at once", "order", "jaxpaged", "vLLM 0.25.1", "ratio"), rows)
+
+
+def changed_logits(points: Points) -> str:
+    """Microseconds of a step of 256 sequences, by what changes its logits."""
+    found = points("h200/changed_logits_8b")
+    plain = found["no changes"]["us"]
+    rows = [[name, f"{point['us']:,.0f}", f"{point['us'] / plain:.3f}"] for name, point in found.items()]
+    return table(("requests with", "us a step", "of no changes"), rows)
 
 
 def starts(points: Points) -> str:

@@ -14,7 +14,17 @@ from benchmarks.figures import kernel_tables, slice_tables, system_tables
 from benchmarks.figures.cells import Points, machine
 from benchmarks.harness import RESULTS, ROOT
 
-NAMES = "performance", "cache", "memory_design", "engine_design", "several_gpus", "kernel", "gpus", "grammars"
+NAMES = (
+    "performance",
+    "cache",
+    "memory_design",
+    "engine_design",
+    "several_gpus",
+    "kernel",
+    "gpus",
+    "grammars",
+    "sampling",
+)
 
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
 
@@ -30,9 +40,9 @@ TABLES: dict[str, Callable[[Points], str]] = {
     "summary": kernel_tables.summary,
     "beside vllm": system_tables.beside_vllm,
     "orders": system_tables.orders,
+    "changed logits": system_tables.changed_logits,
     "starts": system_tables.starts,
     "times vllm": system_tables.times_vllm,
-    "engine": system_tables.engine,
     "arrivals": system_tables.arrivals,
     "slices": slice_tables.slices,
     "engine profile": slice_tables.engine_profile,

@@ -30,11 +30,8 @@ from benchmarks.engine.workload import create_engine
 from benchmarks.harness import add_output, open_store
 from jaxpaged import SamplingParams
 
-STARTS = {
-    "first": ("without", []),
-    "second": ("without", []),
-    "vocabulary": ("with", ["--vocabulary"]),
-}  # folder, flags
+# The folder that each start uses, and its flags.
+STARTS = {"first": ("plain", []), "second": ("plain", []), "vocabulary": ("vocabulary", ["--vocabulary"])}
 PARTS = {
     "trace": "/jax/core/compile/jaxpr_trace_duration",
     "lower": "/jax/core/compile/jaxpr_to_mlir_module_duration",

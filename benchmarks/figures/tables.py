@@ -15,15 +15,8 @@ from benchmarks.figures.cells import Points, machine
 from benchmarks.harness import RESULTS, ROOT
 
 NAMES = (
-    "performance",
-    "cache",
-    "memory_design",
-    "engine_design",
-    "several_gpus",
-    "kernel",
-    "gpus",
-    "grammars",
-    "sampling",
+    *("performance", "cache", "memory_design", "engine_design", "several_gpus", "kernel", "gpus"),
+    *("grammars", "sampling"),
 )
 
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]

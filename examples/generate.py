@@ -1,4 +1,4 @@
-"""Generates text with a Llama, Mistral, Qwen, Gemma, gpt-oss or DeepSeek model and a paged cache.
+"""Generates text with a Llama, Mistral, Mixtral, Qwen, Gemma, gpt-oss or DeepSeek model and a paged cache.
 
     python examples/generate.py --chat --prompt "What is a page table?" --prompt "Name three rivers."
     python examples/generate.py --shared-prefix LICENSE --prompt "In short, this license" --prompt "A user of it must"

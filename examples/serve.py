@@ -1,4 +1,4 @@
-"""Serves a Llama, Mistral, Qwen, Gemma, gpt-oss or DeepSeek model over OpenAI's HTTP API, with a `jaxpaged.Engine`.
+"""Serves a Llama, Mistral, Mixtral, Qwen, Gemma, gpt-oss or DeepSeek model over OpenAI's HTTP API, with an `Engine`.
 
     python examples/serve.py --port 8000
     curl localhost:8000/v1/chat/completions -H "Content-Type: application/json" -d '

@@ -28,8 +28,10 @@ from lib.fields import (
 FAMILIES = (
     "llama",
     "mistral",
+    "mixtral",
     "qwen2",
     "qwen3",
+    "qwen3_moe",
     "gemma2",
     "gemma3_text",
     "gpt_oss",
@@ -41,9 +43,9 @@ WHOLE = (
     dict.fromkeys(
         ("vocab_size", "max_position_embeddings", "sliding_window", "original_max_position_embeddings"), MOST_TOKENS
     )
-    | dict.fromkeys(("num_hidden_layers", "sliding_window_pattern"), MOST_LAYERS)
+    | dict.fromkeys(("num_hidden_layers", "sliding_window_pattern", "decoder_sparse_step"), MOST_LAYERS)
     | dict.fromkeys(("num_attention_heads", "num_key_value_heads"), MOST_HEADS)
-    | dict.fromkeys(("num_local_experts", "n_routed_experts", "n_shared_experts"), MOST_HEADS)
+    | dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts"), MOST_HEADS)
     | dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), MOST_FEATURES)
     | dict.fromkeys(("kv_lora_rank", "q_lora_rank"), MOST_FEATURES)
     | dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), MOST_HEAD_DIM)
@@ -74,6 +76,7 @@ ONLY_IN: dict[str, dict[str, Any]] = {
 # Fields that a config class reads without declaring them.
 READ_TOO = {
     "qwen2": ("head_dim",),
+    "qwen3_moe": ("head_dim",),
     "gemma3_text": ("rope_local_base_freq", "sliding_window_pattern"),
     "deepseek_v3": ("head_dim",),
 }
@@ -85,7 +88,7 @@ HARMLESS = {
     *("add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder", "classifier_dropout"),
     *("unsloth_fixed", "unsloth_version", "neftune_noise_alpha", "aux_loss_alpha", "seq_aux", "ep_size"),
     *("model_max_length", "max_sequence_length", "initial_context_length"),
-    *("hidden_act", "sliding_window_size", "experts_per_token", "qk_head_dim"),
+    *("hidden_act", "sliding_window_size", "experts_per_token", "qk_head_dim", "max_window_layers"),
 }
 OF_ALL_MODELS = {*(field.name for field in dataclasses.fields(PreTrainedConfig)), *GenerationConfig().to_dict()}
 ROPE_KINDS = "default", "linear", "llama3", "yarn", "dynamic"

@@ -22,8 +22,9 @@ from lib.start import PoolError
 from lib.tensor_parallel import DevicesError
 
 MODEL_HELP = (
-    "a GGUF file of the Llama family, or a Hugging Face folder of a Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3, "
-    "gpt-oss, DeepSeek V2 or V3, or its name on the hub, such as Qwen/Qwen3-0.6B; default: SmolLM2-135M-Instruct"
+    "a GGUF file of the Llama family, or a Hugging Face folder of a Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, "
+    "Gemma 2, Gemma 3, gpt-oss, DeepSeek V2 or V3, or its name on the hub, such as Qwen/Qwen3-0.6B; default: "
+    "SmolLM2-135M-Instruct"
 )
 MOST_TEXT_BYTES = 2**28  # a larger file of prompts is a mistake, or /dev/zero
 

@@ -1,5 +1,5 @@
-"""Converts a Hugging Face config to a `LlamaConfig`, for Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3, gpt-oss, and
-DeepSeek V2 and V3.
+"""Converts a Hugging Face config to a `LlamaConfig`, for Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Gemma 2,
+Gemma 3, gpt-oss, and DeepSeek V2 and V3.
 
 Values that llama.py does not support are refused by name.
 """
@@ -17,6 +17,7 @@ GEMMA_MODEL = dict(use_post_norms=True, norm_plus_one=True)
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2": dict(attention_bias=True, output_bias=False),
     "qwen3": dict(use_qk_norm=True),
+    "qwen3_moe": dict(use_qk_norm=True),
     "gemma2": GEMMA_MODEL,
     "gemma3_text": GEMMA_MODEL | dict(use_qk_norm=True),
     "gpt_oss": dict(use_sinks=True),
@@ -60,6 +61,8 @@ def read_config(fields: Fields) -> LlamaConfig:
         config |= _experts(fields)
     if is_latent:
         config |= _latent(fields, factor) | dict(routing=_routing(fields, family))
+    if family in ("qwen3_moe", "mixtral"):
+        config |= dict(routing=_routing_without_groups(fields, family))
     return LlamaConfig(**config | MODELS.get(family, {}))
 
 
@@ -128,21 +131,40 @@ def _routing(fields: Fields, family: str) -> Routing | None:
         num_experts=experts,
         experts_per_token=fields.whole("num_experts_per_tok", 1, experts),
         hidden_features=hidden,
+        normalise=is_v3 and fields.flag("norm_topk_prob", True),
         shared_features=hidden * fields.get("n_shared_experts"),
-        first_layer=first,
+        dense_layers=tuple(range(first)),
         scoring="sigmoid" if is_v3 else "softmax",
         has_bias=is_v3,
         num_groups=groups,
         groups_per_token=groups if groups == 1 else fields.whole("topk_group", 1, groups),
-        normalise=is_v3 and fields.flag("norm_topk_prob", True),
         scaling=fields.get("routed_scaling_factor"),
+    )
+
+
+def _routing_without_groups(fields: Fields, family: str) -> Routing | None:
+    """The experts of Qwen3-MoE and Mixtral. In Qwen3-MoE, some layers may have an MLP instead."""
+    num_layers, num_experts = fields.get("num_hidden_layers"), fields.get("num_local_experts")
+    is_qwen = family == "qwen3_moe"
+    dense: tuple[int, ...] = ()
+    if is_qwen:
+        step, named = fields.get("decoder_sparse_step"), fields.get("mlp_only_layers")
+        dense = tuple(i for i in range(num_layers) if i in named or (i + 1) % step)
+    if len(dense) == num_layers:
+        return None
+    return Routing(
+        num_experts=num_experts,
+        experts_per_token=fields.whole("num_experts_per_tok", 1, num_experts),
+        hidden_features=fields.get("moe_intermediate_size" if is_qwen else "intermediate_size"),
+        normalise=fields.flag("norm_topk_prob", False) if is_qwen else True,
+        dense_layers=dense,
     )
 
 
 def _windows(fields: Fields, family: str) -> tuple[int | None, ...] | None:
     """Sliding window of each layer. None: no layer has one."""
     num_layers = fields.get("num_hidden_layers")
-    if family == "mistral":  # all its layers are of one kind
+    if family in ("mistral", "mixtral", "qwen3_moe"):  # all layers are of one kind
         window = fields.get("sliding_window", None)
         return None if window is None else (window,) * num_layers
     kinds = fields.get("layer_types", ())

@@ -19,6 +19,8 @@ from lib.llama_config import LlamaConfig
 from lib.tokenizer import Tokenizer
 from lib.weight_files import Tensors, plain_name, read_weights
 
+MIXTRAL_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
 
 def read_folder(folder: Path) -> Checkpoint:
     for name in ("config.json", "tokenizer.json"):
@@ -42,11 +44,17 @@ def _plain_names(tensors: Tensors) -> Tensors:
     """The tensors, with the names of llama.py."""
     plain: Tensors = {}
     for name, read in tensors.items():
-        short = plain_name(name)
+        short = _as_in_other_families(plain_name(name))
         if short in plain:
             raise ValueError(f"it holds {short[:100]} twice, once as {name[:100]}")
         plain[short] = read
     return plain
+
+
+def _as_in_other_families(name: str) -> str:
+    """Mixtral's block_sparse_moe is the mlp of other families, and its experts have parts w1, w2 and w3."""
+    name = name.replace(".block_sparse_moe.", ".mlp.")
+    return re.sub(r"(?<=\d\.)w[123](?=\.weight)", lambda match: MIXTRAL_PARTS[match[0]], name)
 
 
 def _is_tied(tensors: Tensors) -> bool:

@@ -1,5 +1,5 @@
-"""A Llama model in Flax NNX with the modules of `jaxpaged.nnx`. Its config also covers Mistral, Qwen, Gemma, gpt-oss
-and DeepSeek."""
+"""A Llama model in Flax NNX with the modules of `jaxpaged.nnx`. Its config also covers Mistral, Mixtral, Qwen,
+Gemma, gpt-oss and DeepSeek."""
 
 import dataclasses
 import functools

@@ -18,19 +18,19 @@ class LatentConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """DeepSeek's mixture of experts."""
+    """The mixture of experts of DeepSeek, Qwen3-MoE and Mixtral."""
 
     num_experts: int
     experts_per_token: int
     hidden_features: int  # in each expert
-    shared_features: int  # hidden features of all shared experts together
-    first_layer: int  # layers before this one have an MLP
-    scoring: Literal["softmax", "sigmoid"]
-    has_bias: bool  # whether a bias is added to the scores for the selection, but not to the shares
-    num_groups: int  # groups of experts; a token uses only the best `groups_per_token` groups
-    groups_per_token: int
     normalise: bool  # whether the shares of a token add up to `scaling`
-    scaling: float
+    shared_features: int = 0  # hidden features of all shared experts together
+    dense_layers: tuple[int, ...] = ()  # layers with an MLP instead
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    has_bias: bool = False  # whether a bias is added to the scores for the selection, but not to the shares
+    num_groups: int = 1  # groups of experts; a token uses only the best `groups_per_token` groups
+    groups_per_token: int = 1
+    scaling: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class LlamaConfig:
     experts_per_token: int = 0
     clipped: Clipped | None = None  # gpt-oss's experts
     latent: LatentConfig | None = None  # DeepSeek's attention
-    routing: Routing | None = None  # DeepSeek's experts
+    routing: Routing | None = None  # the experts of other families
     axis: str | None = None  # the mesh axis, if the model is one device's shard
 
     @property

@@ -1,4 +1,4 @@
-"""The part of a layer after attention: an MLP, or the mixture of experts of gpt-oss or DeepSeek."""
+"""The part of a layer after attention: an MLP, or a mixture of experts."""
 
 import jax
 import jax.numpy as jnp
@@ -135,23 +135,25 @@ def _largest(x: jax.Array, k: int) -> jax.Array:
 
 
 class RoutedExperts(nnx.Module):
-    """DeepSeek: the selected experts, weighted by their shares, plus the shared experts, which are one MLP."""
+    """The selected experts, weighted by their shares, plus DeepSeek's shared experts, which are one MLP."""
 
     def __init__(self, config: LlamaConfig, routing: Routing, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.gate = Router(routing, config.features, rngs=rngs)
         sizes = routing.num_experts, config.features, routing.hidden_features
         self.experts = Experts(*sizes, dtype=dtype, rngs=rngs)
-        self.shared_experts = MLP(config, routing.shared_features, dtype=dtype, rngs=rngs)
+        shared = routing.shared_features
+        self.shared_experts = MLP(config, shared, dtype=dtype, rngs=rngs) if shared else None
         self.axis = config.axis
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return sum_over(self.axis, self.experts(x, self.gate(x))) + self.shared_experts(x)
+        out = sum_over(self.axis, self.experts(x, self.gate(x)))
+        return out if self.shared_experts is None else out + self.shared_experts(x)
 
 
 def create_mlp(config: LlamaConfig, i: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Module:
     """The MLP or mixture of experts of layer i."""
     if config.num_experts:
         return MixtureOfExperts(config, dtype=dtype, rngs=rngs)
-    if config.routing is None or i < config.routing.first_layer:
+    if config.routing is None or i in config.routing.dense_layers:
         return MLP(config, config.hidden_features, dtype=dtype, rngs=rngs)
     return RoutedExperts(config, config.routing, dtype=dtype, rngs=rngs)

@@ -180,12 +180,29 @@ def test_defaults_of_missing_config_fields():
     assert make_config("qwen2", layer_types=["sliding_attention", "full_attention"]).windows == (6, None)
     assert make_config("qwen3", layer_types=["full_attention"] * 2, use_sliding_window=True).windows is None
     assert make_config("deepseek_v3", first_k_dense_replace=2).routing is None
+    assert make_config("qwen3_moe", use_sliding_window=True, sliding_window=6).windows == (6, 6)
+    assert make_config("mixtral", sliding_window=None).windows is None
     assert make_config("gemma2", final_logit_softcapping=None).final_soft_cap is None
     text = dict(hidden_size=2560, intermediate_size=10_240, num_hidden_layers=34, sliding_window=1024)
     config = read_config(Fields(dict(model_type="gemma3", text_config=text)))
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262_208)
     assert config.windows == ((*[1024] * 5, None) * 6)[:34]
     assert config.tie_embeddings
+
+
+def test_the_layers_and_shares_of_qwen3_moe():
+    def routing(**changes):
+        return make_config("qwen3_moe", num_hidden_layers=4, **changes).routing
+
+    assert routing().dense_layers == (0, 2)
+    assert routing(mlp_only_layers=[2, 3]).dense_layers == (0, 2, 3)
+    assert routing(mlp_only_layers=[0], decoder_sparse_step=1).dense_layers == (0,)
+    assert routing(decoder_sparse_step=5) is None
+    fields = tiny_families.make_config("qwen3_moe")
+    renamed = fields | dict(num_local_experts=fields.pop("num_experts"))  # as transformers 5 saves it
+    assert read_config(Fields(renamed)) == make_config("qwen3_moe")
+    assert routing().normalise
+    assert not routing(norm_topk_prob=False).normalise
 
 
 def test_the_rotary_fields_of_two_generations():
@@ -226,6 +243,12 @@ def test_the_rotary_fields_of_two_generations():
         ("gpt_oss", dict(num_local_experts=None), "num_local_experts"),
         ("gpt_oss", dict(sliding_window=None), "sliding_window"),
         ("gpt_oss", dict(sliding_window=0), "sliding_window must be a whole number from 1"),
+        ("mixtral", dict(num_experts_per_tok=5), "num_experts_per_tok must be a whole number from 1 to 4; got 5"),
+        ("mixtral", dict(moe_intermediate_size=9), "its moe_intermediate_size is 9, which is not known here; if"),
+        ("qwen3_moe", dict(num_experts=0), "num_experts must be a whole number from 1 to 4096; got 0"),
+        ("qwen3_moe", dict(decoder_sparse_step=0), "decoder_sparse_step must be a whole number from 1"),
+        ("qwen3_moe", dict(mlp_only_layers=[True]), "Field 'mlp_only_layers' with value [True]"),
+        ("qwen3_moe", dict(shared_expert_intermediate_size=9), "its shared_expert_intermediate_size is 9, which is"),
         ("deepseek_v2", dict(norm_topk_prob=True), "its norm_topk_prob is True, which is not known here"),
         ("deepseek_v2", dict(topk_method="noaux_tc"), "its topk_method is 'noaux_tc'; known here are greedy, group"),
         ("deepseek_v3", dict(scoring_func="softmax"), "its scoring_func is softmax, which is not known here"),
@@ -287,6 +310,8 @@ def test_published_fields_without_effect(tmp_path):
     assert make_config("llama", use_mrope=False, sliding_window=None) == plain
     gpt_oss = dict(experts_per_token=2, initial_context_length=16, router_aux_loss_coef=0.9)
     assert make_config("gpt_oss", **gpt_oss) == make_config("gpt_oss")
+    qwen3_moe = dict(max_window_layers=48, use_sliding_window=False, sliding_window=None, output_router_logits=False)
+    assert make_config("qwen3_moe", **qwen3_moe) == make_config("qwen3_moe")
     v3 = dict(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1, aux_loss_alpha=0.001, seq_aux=True)
     assert make_config("deepseek_v3", **v3, ep_size=1) == make_config("deepseek_v3")
     assert make_config("gemma2", sliding_window_size=9, hidden_act="gelu") == make_config("gemma2")

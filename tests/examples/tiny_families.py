@@ -58,8 +58,18 @@ VISION = 16
 FAMILIES = {
     "llama": dict(rope_theta=500.0, rope_scaling=LLAMA3, tie_word_embeddings=True),
     "mistral": dict(sliding_window=WINDOW, rope_theta=500.0),
+    "mixtral": dict(sliding_window=WINDOW, rope_theta=500.0, num_local_experts=EXPERTS, num_experts_per_tok=2),
     "qwen2": dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1, rope_theta=500.0),
     "qwen3": dict(rope_theta=500.0, rope_scaling=YARN),
+    # An MLP in the first layer, experts in the second one.
+    "qwen3_moe": dict(
+        rope_theta=500.0,
+        num_experts=ROUTED,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        decoder_sparse_step=2,
+        norm_topk_prob=True,
+    ),
     "gemma2": GEMMA | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
     "gemma3_text": GEMMA
     | dict(
@@ -145,7 +155,7 @@ def _shapes(family: str, config: dict) -> dict[str, tuple[int, ...]]:
     if not config.get("tie_word_embeddings", family.startswith("gemma")):
         shapes["lm_head.weight"] = (VOCAB, FEATURES)
     for i in range(LAYERS):
-        of_layer = _deepseek_shapes(family, config, i) if family.startswith("deepseek") else _layer_shapes(family)
+        of_layer = _deepseek_shapes(family, config, i) if family.startswith("deepseek") else _layer_shapes(family, i)
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in of_layer.items()}
     return shapes
 
@@ -203,18 +213,27 @@ def _deepseek_shapes(family: str, config: dict, i: int) -> dict[str, tuple[int, 
     return shapes | _mlp("mlp.shared_experts", hidden * config["n_shared_experts"])
 
 
-def _layer_shapes(family: str) -> dict[str, tuple[int, ...]]:
+def _layer_shapes(family: str, i: int) -> dict[str, tuple[int, ...]]:
     outputs = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM}
     shapes: dict[str, tuple[int, ...]] = {f"self_attn.{x}_proj.weight": (n, FEATURES) for x, n in outputs.items()}
     shapes["self_attn.o_proj.weight"] = (FEATURES, HEADS * HEAD_DIM)
     if family in ("qwen2", "gpt_oss"):
         shapes |= {f"self_attn.{x}_proj.bias": (n,) for x, n in outputs.items()}
-    if family in ("qwen3", "gemma3_text"):
+    if family in ("qwen3", "qwen3_moe", "gemma3_text"):
         shapes |= {f"self_attn.{x}_norm.weight": (HEAD_DIM,) for x in "qk"}
     norms = ["input_layernorm", "post_attention_layernorm"]
     if family.startswith("gemma"):
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     shapes |= {f"{norm}.weight": (FEATURES,) for norm in norms}
+    if family == "mixtral":
+        experts = [f"block_sparse_moe.experts.{expert}" for expert in range(EXPERTS)]
+        shapes |= {f"{expert}.{part}.weight": (HIDDEN, FEATURES) for expert in experts for part in ("w1", "w3")}
+        shapes |= {f"{expert}.w2.weight": (FEATURES, HIDDEN) for expert in experts}
+        return shapes | {"block_sparse_moe.gate.weight": (EXPERTS, FEATURES)}
+    if family == "qwen3_moe" and i == 1:
+        for expert in range(ROUTED):
+            shapes |= _mlp(f"mlp.experts.{expert}", 20)
+        return shapes | {"mlp.gate.weight": (ROUTED, FEATURES)}
     if family != "gpt_oss":
         return shapes | _mlp("mlp", HIDDEN)
     return shapes | {

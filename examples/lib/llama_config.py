@@ -75,6 +75,7 @@ class LlamaConfig:
     clipped: Clipped | None = None  # gpt-oss's experts
     latent: LatentConfig | None = None  # DeepSeek's attention
     routing: Routing | None = None  # the experts of other families
+    grouped_above: int | None = None  # tokens of a step above which products are grouped by expert; see experts.py
     axis: str | None = None  # the mesh axis, if the model is one device's shard
 
     @property

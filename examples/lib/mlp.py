@@ -1,10 +1,13 @@
 """The part of a layer after attention: an MLP, or a mixture of experts."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from lib.experts import Activation, ExpertWeights, compute_experts
 from lib.llama_config import Clipped, LlamaConfig, Routing
 
 
@@ -46,12 +49,18 @@ class MLP(nnx.Module):
         return sum_over(self.axis, self.down_proj(self.activation(gate) * up))
 
 
+def gated(gate_up: jax.Array) -> jax.Array:
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return nnx.silu(gate) * up
+
+
+def clipped_gated(gate_up: jax.Array, *, clipped: Clipped) -> jax.Array:
+    gate = jnp.minimum(gate_up[..., 0::2], clipped.limit)
+    up = jnp.clip(gate_up[..., 1::2], -clipped.limit, clipped.limit)
+    return gate * nnx.sigmoid(clipped.alpha * gate) * (up + 1)
+
+
 class Experts(nnx.Module):
-    """Computes every expert for every token, which is `num_experts / experts_per_token` times the necessary work.
-
-    The weights are `[experts, hidden features, features]`. XLA would copy other orders in each step.
-    """
-
     def __init__(
         self,
         num_experts: int,
@@ -59,6 +68,7 @@ class Experts(nnx.Module):
         hidden_features: int,
         *,
         clipped: Clipped | None = None,
+        grouped_above: int | None = None,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
@@ -66,23 +76,21 @@ class Experts(nnx.Module):
         self.gate_up_proj = nnx.Param(initialize(rngs.params(), (num_experts, 2 * hidden_features, features), dtype))
         self.down_proj = nnx.Param(initialize(rngs.params(), (num_experts, hidden_features, features), dtype))
         self.clipped = clipped
+        self.grouped_above = grouped_above
         if clipped is not None:
             self.gate_up_proj_bias = nnx.Param(jnp.zeros((num_experts, 2 * hidden_features), dtype))
             self.down_proj_bias = nnx.Param(jnp.zeros((num_experts, features), dtype))
 
-    def __call__(self, x: jax.Array, shares: jax.Array) -> jax.Array:  # [..., features], [..., experts]
-        shares, clipped = shares.astype(x.dtype), self.clipped
-        gate_up = jnp.einsum("...f,ehf->...eh", x, self.gate_up_proj[...])
-        if clipped is None:
-            gate, up = jnp.split(gate_up, 2, axis=-1)
-            hidden = nnx.silu(gate) * up
-        else:
-            gate_up += jnp.broadcast_to(self.gate_up_proj_bias[...], gate_up.shape)
-            gate = jnp.minimum(gate_up[..., 0::2], clipped.limit)
-            up = jnp.clip(gate_up[..., 1::2], -clipped.limit, clipped.limit)
-            hidden = gate * nnx.sigmoid(clipped.alpha * gate) * (up + 1)
-        out = jnp.einsum("...eh,ehf->...f", hidden * shares[..., None], self.down_proj[...])
-        return out if clipped is None else out + jnp.einsum("...e,ef->...f", shares, self.down_proj_bias[...])
+    def __call__(self, x: jax.Array, chosen: jax.Array, shares: jax.Array) -> jax.Array:
+        """The sum of the chosen experts' outputs, weighted by their shares: [..., features], [..., k], [..., k]."""
+        weights = ExpertWeights(self.gate_up_proj[...], self.down_proj[...])
+        activate: Activation = gated
+        if self.clipped is not None:
+            weights = ExpertWeights(*weights[:2], self.gate_up_proj_bias[...], self.down_proj_bias[...])
+            activate = functools.partial(clipped_gated, clipped=self.clipped)
+        tokens, chosen, shares = (each.reshape(-1, each.shape[-1]) for each in (x, chosen, shares))
+        out = compute_experts(tokens, chosen, shares, weights, activate, grouped_above=self.grouped_above)
+        return out.reshape(x.shape)
 
 
 class MixtureOfExperts(nnx.Module):
@@ -91,14 +99,13 @@ class MixtureOfExperts(nnx.Module):
     def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.router = Linear(config.features, config.num_experts, use_bias=True, dtype=dtype, rngs=rngs)
         sizes = config.num_experts, config.features, config.hidden_features
-        self.experts = Experts(*sizes, clipped=config.clipped, dtype=dtype, rngs=rngs)
+        above = config.grouped_above
+        self.experts = Experts(*sizes, clipped=config.clipped, grouped_above=above, dtype=dtype, rngs=rngs)
         self.experts_per_token = config.experts_per_token
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        logits = self.router(x)
-        largest, chosen = jax.lax.top_k(logits, self.experts_per_token)
-        is_chosen = jax.nn.one_hot(chosen, logits.shape[-1], dtype=x.dtype)
-        return self.experts(x, jnp.einsum("...k,...ke->...e", nnx.softmax(largest), is_chosen))
+        largest, chosen = jax.lax.top_k(self.router(x), self.experts_per_token)
+        return self.experts(x, chosen, nnx.softmax(largest))
 
 
 class Router(nnx.Module):
@@ -110,8 +117,8 @@ class Router(nnx.Module):
         self.e_score_correction_bias = nnx.Param(jnp.zeros(routing.num_experts)) if routing.has_bias else None
         self.routing = routing
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Share of each expert, [..., features] -> f32 [..., experts]; 0 for experts that are not selected."""
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The selected experts and their shares: [..., features] -> int32 [..., k], f32 [..., k]."""
         r = self.routing
         logits = jnp.einsum("...f,ef->...e", x.astype(jnp.float32), self.weight[...])
         scores = nnx.softmax(logits) if r.scoring == "softmax" else nnx.sigmoid(logits)
@@ -121,17 +128,14 @@ class Router(nnx.Module):
         if r.groups_per_token < r.num_groups:
             in_groups = ranked.reshape(*ranked.shape[:-1], r.num_groups, -1)
             best = jax.lax.top_k(in_groups, 1 if r.scoring == "softmax" else 2)[0].sum(axis=-1)
-            is_open = _largest(best, r.groups_per_token)[..., None]
+            _, open_groups = jax.lax.top_k(best, r.groups_per_token)
+            is_open = jax.nn.one_hot(open_groups, r.num_groups, dtype=bool).any(axis=-2)[..., None]
             ranked = jnp.where(is_open, in_groups, -jnp.inf).reshape(ranked.shape)
-        shares = jnp.where(_largest(ranked, r.experts_per_token), scores, 0.0)
+        _, chosen = jax.lax.top_k(ranked, r.experts_per_token)
+        shares = jnp.take_along_axis(scores, chosen, axis=-1)
         if r.normalise:
             shares /= shares.sum(axis=-1, keepdims=True) + 1e-20
-        return shares * r.scaling
-
-
-def _largest(x: jax.Array, k: int) -> jax.Array:
-    """Mask of the k largest numbers along the last axis."""
-    return jax.nn.one_hot(jax.lax.top_k(x, k)[1], x.shape[-1], dtype=bool).any(axis=-2)
+        return chosen, shares * r.scaling
 
 
 class RoutedExperts(nnx.Module):
@@ -140,13 +144,13 @@ class RoutedExperts(nnx.Module):
     def __init__(self, config: LlamaConfig, routing: Routing, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.gate = Router(routing, config.features, rngs=rngs)
         sizes = routing.num_experts, config.features, routing.hidden_features
-        self.experts = Experts(*sizes, dtype=dtype, rngs=rngs)
+        self.experts = Experts(*sizes, grouped_above=config.grouped_above, dtype=dtype, rngs=rngs)
         shared = routing.shared_features
         self.shared_experts = MLP(config, shared, dtype=dtype, rngs=rngs) if shared else None
         self.axis = config.axis
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        out = sum_over(self.axis, self.experts(x, self.gate(x)))
+        out = sum_over(self.axis, self.experts(x, *self.gate(x)))
         return out if self.shared_experts is None else out + self.shared_experts(x)
 
 

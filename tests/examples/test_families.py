@@ -41,6 +41,9 @@ HARMLESS = {
 }
 
 
+MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")
+
+
 def paged_values(checkpoint, num_tokens):
     """The most likely tokens, and the logits of each. One program: the prompt in one step, then one token per step."""
     model = load_model(checkpoint, "float32")
@@ -75,6 +78,16 @@ def test_logits_and_tokens_of_a_saved_folder_equal_transformers(family, tmp_path
     save_family(tmp_path, family)
     expected = EXPECTED[family]
     tokens, logits = paged_values(read_checkpoint(tmp_path), len(expected["tokens"]))
+    assert tokens == expected["tokens"]
+    np.testing.assert_allclose(logits[:, expected["ids"]], expected["logits"], atol=3e-5)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_grouped_experts_equal_transformers(family, tmp_path):
+    write_family(tmp_path, family)
+    checkpoint, expected = read_checkpoint(tmp_path), EXPECTED[family]
+    grouped = dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, grouped_above=0))
+    tokens, logits = paged_values(grouped, len(expected["tokens"]))
     assert tokens == expected["tokens"]
     np.testing.assert_allclose(logits[:, expected["ids"]], expected["logits"], atol=3e-5)
 

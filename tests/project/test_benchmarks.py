@@ -15,7 +15,7 @@ from jax import lax
 from benchmarks import checks, harness
 from benchmarks.allocator import loops, operations
 from benchmarks.engine import online
-from benchmarks.kernels import cache_ops, decode, points, prefill
+from benchmarks.kernels import cache_ops, decode, experts, points, prefill
 from jaxpaged import paged_attention, paged_attention_reference
 from jaxpaged.ops import copy_blocks
 
@@ -32,6 +32,7 @@ TOYS = {
     "engine.start": "--model toy",
     "engine.throughput": "--model toy --requests 9 3",
     "kernels.cache_ops": "--toy",
+    "kernels.experts": "--toy --seconds 0.01",
     "kernels.decode": f"--implementation xla --points '2/1 2x64' '{LATENT}'",
     "kernels.prefill": "--toy --peers cudnn",
     "soak.random_cases": "--implementation xla --cases 42 --families 'group of 3'",
@@ -187,7 +188,21 @@ def check_allocator(wrapped):
     operations.measure("append", operations.TOY_POINT, wrapped(append), state, 0.002)
 
 
-@pytest.mark.parametrize("check", [check_decode, check_prefill, check_copies, check_allocator])
+def experts_arguments(layer):
+    return experts.random(4, shape=(8, layer.features)), experts.make_routes(layer, 8), experts.make_weights(layer)
+
+
+def check_experts(wrapped):
+    layer = experts.TOY_LAYERS["toy"]
+    arguments = experts_arguments(layer)
+    compute = functools.partial(experts.all_experts, activate=layer.activate)
+    program = experts.compile_or_refuse(compute, arguments)
+    expected = np.asarray(program(*arguments)[0])
+    point = experts.measure("experts", wrapped(program), arguments, expected, 0.001)
+    checks.require("product" in point, point)
+
+
+@pytest.mark.parametrize("check", [check_decode, check_prefill, check_copies, check_allocator, check_experts])
 def test_no_check_accepts_results_left_in_memory(check, monkeypatch):
     memory = Memory()
     check(lambda call: memory.way(call, 1.0))
@@ -197,6 +212,34 @@ def test_no_check_accepts_results_left_in_memory(check, monkeypatch):
     with pytest.raises(AssertionError):
         check(part)
     check(lambda call: memory.way(call, 1.0))
+
+
+def test_a_way_of_experts_that_is_refused_or_wrong_has_no_time(tmp_path, monkeypatch):
+    ways = {
+        "all experts": experts.all_experts,
+        "refused": functools.partial(experts.grouped_experts, tiles=experts.TILES[0]),
+        "wrong": lambda x, chosen, *others, **how: experts.all_experts(x, chosen[::-1], *others, **how),
+        "right": functools.partial(experts.grouped_experts, tiles=None),
+    }
+    monkeypatch.setattr(experts, "list_ways", lambda _: ways)
+    output = tmp_path / "points.json"
+    experts.main(["--toy", "--layers", "toy", "--tokens", "8", "--seconds", "0.001", "--output", str(output)])
+    found = json.loads(output.read_text())["points"]
+    timed = {name.split(", ")[-1]: "product" in point for name, point in found.items()}
+    assert timed == {"all experts": True, "refused": False, "wrong": False, "right": True}
+    assert "wrong result" in found["toy, 8 tokens, wrong"]["error"]
+
+
+def test_the_floor_of_experts():
+    layer = experts.Layer(4, 2, 64, 32)
+    of_expert = 3 * 64 * 32
+    floor = functools.partial(experts.floor_microseconds, layer, bandwidth=1e9, rate=1e12)
+    routes = experts.make_routes(layer, 16)
+    assert floor(routes) == pytest.approx(2 * (4 * of_expert + 2 * 16 * 64) / 1e9 * 1e6)
+    one_expert = [(chosen * 0, shares) for chosen, shares in routes]
+    assert floor(one_expert) == pytest.approx(2 * (of_expert + 2 * 16 * 64) / 1e9 * 1e6)
+    slow = functools.partial(experts.floor_microseconds, layer, bandwidth=1e15, rate=1e9)
+    assert slow(routes) == pytest.approx(2 * 16 * 2 * of_expert / 1e9 * 1e6)
 
 
 def test_the_error_of_a_row_is_relative_to_its_own_largest_number():

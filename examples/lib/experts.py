@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 
 GROUPED_ABOVE = 256  # tokens of a step
-STAGE = 64  # inputs of a stage of the kernel's pipeline; other numbers are refused or slower to compile
-ROWS = 8  # the kernel refuses numbers of rows that are no multiple of it
+STAGE = 64  # the kernel's block_k, which must divide the inputs; 128 does not divide gpt-oss's 2,880
+ROWS = 8  # the kernel's number of rows must be a multiple
 
 Activation = Callable[[jax.Array], jax.Array]  # [..., 2 * hidden features] -> [..., hidden features]
 
@@ -123,7 +123,7 @@ def grouped_product(
 
 
 def choose_tiles(num_pairs: int, weights: ExpertWeights) -> Tiles | None:
-    """Tiles for so many pairs of token and expert; None where the kernel does not run."""
+    """Tiles for this number of pairs of token and expert; None where the kernel does not run."""
     num_experts, hidden, features = weights.down.shape
     if not is_hopper() or weights.down.dtype.itemsize != 2 or hidden % STAGE or features % STAGE:
         return None

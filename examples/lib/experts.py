@@ -88,12 +88,12 @@ def grouped_experts(
     tiles: Tiles | None,
 ) -> jax.Array:
     (tokens, k), shares = chosen.shape, shares.astype(x.dtype)
-    pairs = chosen.reshape(-1)
-    experts, order = lax.sort((pairs, jnp.arange(tokens * k, dtype=jnp.int32)), num_keys=1)
+    pairs, indices = chosen.reshape(-1), jnp.arange(tokens * k, dtype=jnp.int32)
+    experts, order = lax.sort((pairs, indices), num_keys=1)
     sizes = jax.nn.one_hot(pairs, len(weights.down), dtype=jnp.int32).sum(axis=0)
-    places = jnp.zeros_like(order).at[order].set(jnp.arange(tokens * k, dtype=jnp.int32), unique_indices=True)
+    places = jnp.zeros_like(order).at[order].set(indices, unique_indices=True)
     # Rows of padding are past the last group. Their outputs are never read.
-    experts, order = (jnp.pad(x, (0, -len(x) % ROWS)) for x in (experts, order))
+    experts, order = (jnp.pad(each, (0, -len(each) % ROWS)) for each in (experts, order))
 
     gate_up = grouped_product(x[order // k], weights.gate_up, sizes, transposed=True, tiles=tiles)
     if weights.gate_up_bias is not None:

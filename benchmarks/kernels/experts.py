@@ -176,7 +176,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--bandwidth", type=float, default=4.0, help="TB/s of the floor; the default is an H200's")
     parser.add_argument("--rate", type=float, default=800.0, help="Tflop/s of the floor")
     parser.add_argument("--seconds", type=float, default=0.1, help="of a measurement")
-    parser.add_argument("--limit", type=float, default=200.0, help="seconds after which no number of tokens is begun")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds after which no number of tokens is begun")
     parser.add_argument("--toy", action="store_true")
     add_output(parser)
     options = parser.parse_args(arguments)

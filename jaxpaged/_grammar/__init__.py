@@ -2,7 +2,7 @@
 
 `public` compiles a text in these steps:
 
-1. A regex (`regex`), a JSON schema (`json_schema`) or a list of strings becomes a syntax tree (`nodes`).
+1. A regex (`regex`), JSON schema (`json_schema`), list of strings or text (`text`) becomes a syntax tree (`nodes`).
 2. The tree becomes a byte automaton (`automaton`), and the smallest one (`minimise`).
 3. A walk along the trie of the vocabulary finds the allowed tokens of each state (`masks`).
 
@@ -12,6 +12,7 @@
 | `vocabulary`, `trie`, `recent` | the bytes of each token, the same as a trie, the grammars that are kept |
 | `nodes`, `characters` | syntax trees; sets of characters and their encodings |
 | `json_text`, `numbers`, `formats` | JSON values, bounded numbers and formats of strings as syntax trees |
+| `text` | texts that are free in part |
 | `alternatives` | whether the options of a `oneOf` exclude each other |
 | `compile` | the steps 2 and 3 |
 """

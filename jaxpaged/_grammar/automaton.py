@@ -1,12 +1,13 @@
 """The deterministic byte automaton of a syntax tree."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Set
 
 import numpy as np
 
 from jaxpaged._grammar.characters import ByteRange, Ranges, utf8_sequences
-from jaxpaged._grammar.nodes import Characters, Choice, Node, Repeat, Separated, Sequence
+from jaxpaged._grammar.nodes import Automaton, Bytes, Characters, Choice, Free, Node, Repeat, Separated, Sequence
+from jaxpaged._grammar.records import Grammar
 
 NFA_STATES_PER_STATE = 64
 MAX_STEPS = 4_000_000  # some seconds
@@ -64,6 +65,16 @@ class ByteNFA:
                 return self._add_repeat(node, start)
             case Separated():
                 return self._add_separated(node, start)
+            case Bytes(ranges):
+                for low, high in ranges:
+                    after = self._new()
+                    self.edges[start].append((low, high, after))
+                    start = after
+                return start
+            case Automaton(grammar):
+                return self._add_automaton(grammar, start)
+            case Free():
+                return self._add_free(node, start)
 
     def _new(self) -> int:
         if len(self.edges) == NFA_STATES_PER_STATE * self._max_states:
@@ -118,6 +129,46 @@ class ByteNFA:
                 before_first = None
         return self._join(state for state in (before_first, after_one) if state is not None)
 
+    def _add_automaton(self, grammar: Grammar, start: int) -> int:
+        states = [self._new() for _ in range(grammar.dead_state)]
+        self.jumps[start].append(states[0])
+        for state, row in zip(states, grammar.next_states[:-1, grammar.byte_classes], strict=True):
+            self.edges[state] += _edges(np.where(row == grammar.dead_state, -1, row), states)
+        return self._join(state for state, is_end in zip(states, grammar.is_end[:-1], strict=True) if is_end)
+
+    def _add_free(self, node: Free, start: int) -> int:
+        """Builds the automaton that looks for all marks at once, and leaves it where one is complete."""
+        scanner = ByteNFA(Repeat(node.symbol, 0, None), self._max_states)
+        mark_ends = [scanner._add(each.mark, scanner.end) for each in node.marked]
+        table, sets = _subsets(scanner, {scanner.end, *mark_ends}, self._max_states)
+        if not sets[0].isdisjoint(mark_ends):
+            raise ValueError("A mark of free text must not be empty.")
+        states = [self._new() for _ in sets]
+        after_marks = [self._new() for _ in node.marked]
+        self.jumps[start].append(states[0])
+        ends = []
+        for state, row, reached in zip(states, table, sets, strict=True):
+            complete = [after for after, end in zip(after_marks, mark_ends, strict=True) if end in reached]
+            if complete:
+                self.jumps[state] += complete
+                continue
+            self.edges[state] += _edges(row, states)
+            if node.may_end and scanner.end in reached:  # not inside a symbol
+                ends.append(state)
+        for each, after in zip(node.marked, after_marks, strict=True):
+            after = self._add(each.then, after)
+            if each.is_last:
+                ends.append(after)
+            else:
+                self.jumps[after].append(states[0])
+        return self._join(ends)
+
+
+def _edges(row: np.ndarray, states: list[int]) -> Iterator[tuple[int, int, int]]:
+    """The edges of a row of next states `[256]`, with -1 for none."""
+    cuts = [0, *(np.flatnonzero(np.diff(row)) + 1).tolist(), 256]
+    return ((low, end - 1, states[row[low]]) for low, end in itertools.pairwise(cuts) if row[low] >= 0)
+
 
 def determinise(nfa: ByteNFA, max_states: int) -> tuple[np.ndarray, np.ndarray]:
     """The deterministic automaton: an end can be reached from each of its states.
@@ -130,9 +181,15 @@ def determinise(nfa: ByteNFA, max_states: int) -> tuple[np.ndarray, np.ndarray]:
         The next states, int32 `[states, 256]` with -1 for none, and whether the text may end, bool `[states]`. No
         states: the language is empty.
     """
-    closures = _closures(nfa)
+    table, sets = _subsets(nfa, {nfa.end}, max_states)
+    return table, np.array([nfa.end in states for states in sets], bool)
+
+
+def _subsets(nfa: ByteNFA, ends: Set[int], max_states: int) -> tuple[np.ndarray, list[frozenset[int]]]:
+    """The next states of the deterministic automaton, and the set of states that each combines."""
+    closures = _closures(nfa, ends)
     if not closures[0]:
-        return np.empty((0, 256), np.int32), np.empty(0, bool)
+        return np.empty((0, 256), np.int32), []
     numbers = {closures[0]: 0}
     sets = [closures[0]]
     rows: list[list[tuple[int, int, int]]] = []
@@ -158,7 +215,7 @@ def determinise(nfa: ByteNFA, max_states: int) -> tuple[np.ndarray, np.ndarray]:
     for line, row in zip(table, rows, strict=True):
         for low, high, number in row:
             line[low : high + 1] = number
-    return table, np.array([nfa.end in states for states in sets])
+    return table, sets
 
 
 def _moves(edges: list[tuple[int, int, int]]) -> Iterable[tuple[int, int, tuple[int, ...]]]:
@@ -176,20 +233,20 @@ def _moves(edges: list[tuple[int, int, int]]) -> Iterable[tuple[int, int, tuple[
     ]
 
 
-def _closures(nfa: ByteNFA) -> list[frozenset[int]]:
+def _closures(nfa: ByteNFA, ends: Set[int]) -> list[frozenset[int]]:
     """For each state, the states that it may change to without a byte.
 
-    Only those that have edges or are the end, and from which the end can be reached.
+    Only those that have edges or are an end, and from which an end can be reached.
     """
     before: list[list[int]] = [[] for _ in nfa.edges]
     for state, (edges, jumps) in enumerate(zip(nfa.edges, nfa.jumps, strict=True)):
         for target in {*jumps, *(target for _, _, target in edges)}:
             before[target].append(state)
-    live = _reach(before, nfa.end)
-    keep = {state for state in live if nfa.edges[state] or state == nfa.end}
+    live = _reach(before, ends)
+    keep = {state for state in live if nfa.edges[state] or state in ends}
     closures, num_steps = [], 0
     for state in range(len(nfa.jumps)):
-        reached = _reach(nfa.jumps, state) if state in live else set()
+        reached = _reach(nfa.jumps, {state}) if state in live else set()
         num_steps += len(reached)
         if num_steps > MAX_STEPS:
             raise TooComplexError
@@ -197,8 +254,8 @@ def _closures(nfa: ByteNFA) -> list[frozenset[int]]:
     return closures
 
 
-def _reach(targets: list[list[int]], start: int) -> set[int]:
-    reached, todo = {start}, [start]
+def _reach(targets: list[list[int]], starts: Set[int]) -> set[int]:
+    reached, todo = set(starts), list(starts)
     while todo:
         for target in targets[todo.pop()]:
             if target not in reached:

@@ -41,8 +41,8 @@ def escaped(node: Node) -> Node:
             return Choice(tuple(map(escaped, options)))
         case Repeat():
             return dataclasses.replace(node, part=escaped(node.part))
-        case Separated():
-            raise AssertionError("no regex contains Separated")
+        case _:
+            raise AssertionError(f"no regex contains {type(node).__name__}")
 
 
 def _escaped_character(ranges: Ranges) -> Node:
@@ -156,5 +156,5 @@ def _characters(node: Node) -> set[str]:
             return set().union(*map(_characters, nodes))
         case Repeat(part):
             return _characters(part)
-        case Separated():
-            raise AssertionError("no regex contains Separated")
+        case _:
+            raise AssertionError(f"no regex contains {type(node).__name__}")

@@ -1,11 +1,12 @@
-"""Syntax trees of regular languages over characters: regexes, JSON schemas and lists of strings become one of these."""
+"""Syntax trees of regular languages: regexes, JSON schemas, lists of strings and texts become one of these."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
 
-from jaxpaged._grammar.characters import Ranges
+from jaxpaged._grammar.characters import ByteRange, Ranges
+from jaxpaged._grammar.records import Grammar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,39 @@ class Separated:
     separator: Node
 
 
-Node = Characters | Sequence | Choice | Repeat | Separated
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """One byte of each range, in order."""
+
+    ranges: tuple[ByteRange, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Automaton:
+    """The language of a compiled grammar."""
+
+    grammar: Grammar
+
+
+@dataclasses.dataclass(frozen=True)
+class Marked:
+    """A mark, the node that follows it, and whether the text ends after that instead of being free again."""
+
+    mark: Node
+    then: Node
+    is_last: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Free:
+    """Symbols of any kind up to the first mark that is complete, or without a mark if `may_end`."""
+
+    symbol: Node
+    marked: tuple[Marked, ...]
+    may_end: bool
+
+
+Node = Characters | Sequence | Choice | Repeat | Separated | Bytes | Automaton | Free
 EMPTY = Sequence(())
 NOTHING = Choice(())
 
@@ -87,6 +120,8 @@ def is_empty(node: Node) -> bool:
             return least > 0 and is_empty(part)
         case Separated(items):
             return any(is_required and is_empty(item) for item, is_required in items)
+        case _:
+            raise AssertionError(f"no schema contains {type(node).__name__}")
 
 
 def size(node: Node) -> int:
@@ -100,6 +135,8 @@ def size(node: Node) -> int:
             return max(least, most or 1) * (size(part) + size(separator))
         case Separated(items, separator):
             return sum(size(item) + size(separator) for item, _ in items)
+        case _:
+            raise AssertionError(f"no schema contains {type(node).__name__}")
 
 
 def lengths(node: Node) -> tuple[int, int | None] | None:
@@ -119,8 +156,8 @@ def lengths(node: Node) -> tuple[int, int | None] | None:
             if (length := lengths(part)) is None or length[1] == 0:
                 return None if least and length is None else (0, 0)
             return length[0] * least, None if most is None or length[1] is None else length[1] * most
-        case Separated():
-            raise AssertionError("no regex contains Separated")
+        case _:
+            raise AssertionError(f"no regex contains {type(node).__name__}")
 
 
 def _sum(all_lengths: list[tuple[int, int | None] | None]) -> tuple[int, int | None] | None:

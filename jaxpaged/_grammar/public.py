@@ -1,4 +1,4 @@
-"""Grammars of regexes, JSON schemas, JSON objects and lists of strings."""
+"""Grammars of regexes, JSON schemas, JSON objects, lists of strings, and texts that are free in part."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +10,7 @@ from jaxpaged._grammar.json_text import JsonText
 from jaxpaged._grammar.nodes import choice
 from jaxpaged._grammar.records import Grammar
 from jaxpaged._grammar.regex import parse_full
+from jaxpaged._grammar.text import Text, text_node
 from jaxpaged._grammar.vocabulary import Vocabulary
 from jaxpaged._integers import checked_size
 
@@ -125,3 +126,30 @@ def compile_json_object(
         max_depth=max_depth,
         max_states=max_states,
     )
+
+
+def compile_text(text: Text, vocabulary: Vocabulary, *, max_states: int = MAX_STATES) -> Grammar:
+    """The grammar of a text that may be free in part, for example up to a mark after which a grammar begins.
+
+    Args:
+        text: a literal, a grammar, `Control`, `OneOf`, `FreeText`, or a tuple of these one after another.
+        vocabulary: the tokens. A `Control` is one of its control tokens.
+        max_states: the most states, with the dead one; at most 32767.
+
+    Raises:
+        ValueError: a part is of another type, a mark is empty, a `Control` is not in the vocabulary, the text needs
+            more than `max_states` states, or the vocabulary can spell none.
+
+    Example:
+        >>> from jaxpaged.grammar import Control, FreeText, Part, Vocabulary, compile_choice, compile_text
+        >>> vocabulary = Vocabulary([b"yes", b"no", b".", None, None], end_token_ids=[4], control_token_ids=[3])
+        >>> call = Part(mark=Control(3), then=(compile_choice(["yes", "no"], vocabulary), "."))
+        >>> grammar = compile_text(FreeText((call,)), vocabulary)
+        >>> grammar.allowed_tokens(grammar.walk(b"..")).tolist()
+        [0, 1, 2, 3, 4]
+        >>> control = bytes(vocabulary.token_bytes[3, : vocabulary.token_lengths[3]])
+        >>> grammar.allowed_tokens(grammar.walk(b".." + control)).tolist()
+        [0, 1]
+    """
+    node = text_node(text, vocabulary)
+    return compile_node(lambda: node, ("text", node), "The text", vocabulary, max_states)

@@ -12,6 +12,8 @@ from jaxpaged._grammar.recent import RecentGrammars
 from jaxpaged._grammar.trie import Trie
 from jaxpaged._integers import checked_size
 
+CONTROL_BYTE = 0xFF  # UTF-8 does not have it
+
 
 class Vocabulary:
     """The bytes of each token of a tokenizer, and the grammars compiled for it.
@@ -19,9 +21,11 @@ class Vocabulary:
     Attributes:
         token_bytes: uint8 `[vocab, width]`: the bytes of each token, then zeros. The width is the length of the
             longest token that a grammar may allow.
-        token_lengths: uint8 `[vocab]`: the number of bytes; 0 for tokens that no grammar allows: special tokens, end
-            tokens, ids without a token, and tokens of more than `max_token_bytes` bytes.
+        token_lengths: uint8 `[vocab]`: the number of bytes; 0 for tokens that no grammar allows: end tokens, ids
+            without a token, tokens of more than `max_token_bytes` bytes, and tokens with the byte 0xFF.
         end_token_ids: the tokens that end an answer, sorted; a grammar allows them where the answer may end.
+        control_token_ids: tokens that are no text. Their bytes are 0xFF and three of the id, so that only `Control` and
+            `FreeText` allow them.
         fingerprint: a digest of the above: equal for vocabularies that share grammars.
         trie: the bytes as a trie, for the compiler.
         recent: the most recent grammars, which are not compiled again.
@@ -32,6 +36,7 @@ class Vocabulary:
         tokens: Sequence[bytes | None],
         end_token_ids: Sequence[int],
         *,
+        control_token_ids: Sequence[int] = (),
         max_token_bytes: int = 32,
         cache_bytes: int = 2**28,
     ):
@@ -41,6 +46,8 @@ class Vocabulary:
             tokens: the bytes of each token id; None or empty: a grammar never allows it, unless it is an end token.
                 The model's logits and `tokens` have equal lengths.
             end_token_ids: at least one token that ends an answer. The bytes in `tokens` are ignored.
+            control_token_ids: tokens that are no text, such as `<|channel|>`. End tokens and the bytes in `tokens` are
+                ignored.
             max_token_bytes: longer tokens are never allowed: shorter ones spell the same text. At most 255.
             cache_bytes: how many bytes of recent grammars to keep; 0: none.
 
@@ -52,15 +59,20 @@ class Vocabulary:
         ends = sorted({checked_size("end_token_ids", token, 0, len(tokens) - 1) for token in end_token_ids})
         if not ends:
             raise ValueError("A vocabulary needs at least one token in end_token_ids; got none.")
+        controls = {checked_size("control_token_ids", token, 0, len(tokens) - 1) for token in control_token_ids}
         kept = [b"" if token is None or len(token) > max_token_bytes else bytes(token) for token in tokens]
-        for token in ends:
-            kept[token] = b""
-        width = max(map(len, kept))
-        if not width:
+        for token, data in enumerate(kept):
+            if token in controls or token in ends or CONTROL_BYTE in data:
+                kept[token] = b""
+        if not any(kept):
             raise ValueError(
                 f"No token of the {len(tokens)} has between 1 and max_token_bytes={max_token_bytes} bytes."
             )
         self.end_token_ids = tuple(ends)
+        self.control_token_ids = frozenset(controls.difference(ends))
+        for token in self.control_token_ids:
+            kept[token] = control_bytes(token)
+        width = max(map(len, kept))
         self.token_lengths = np.array([len(token) for token in kept], np.uint8)
         packed = b"".join(token.ljust(width, b"\0") for token in kept)
         self.token_bytes = np.frombuffer(packed, np.uint8).reshape(len(kept), width)
@@ -71,7 +83,13 @@ class Vocabulary:
 
     @classmethod
     def from_tokenizer(
-        cls, tokenizer: Any, end_token_ids: Sequence[int], *, vocab_size: int | None = None, **options: Any
+        cls,
+        tokenizer: Any,
+        end_token_ids: Sequence[int],
+        *,
+        vocab_size: int | None = None,
+        control_token_ids: Sequence[int] = (),
+        **options: Any,
     ) -> Self:
         """The vocabulary of a Hugging Face tokenizer.
 
@@ -83,6 +101,7 @@ class Vocabulary:
             end_token_ids: at least one token that ends an answer.
             vocab_size: the size of the model's logits, if it is larger than the tokenizer's; no grammar allows the
                 ids in between.
+            control_token_ids: tokens that are no text, in addition to the tokenizer's special tokens.
             options: `max_token_bytes` and `cache_bytes`.
 
         Raises:
@@ -92,13 +111,19 @@ class Vocabulary:
         if vocab_size is not None:
             checked_size("vocab_size", vocab_size, len(tokens), 2**31 - 1)
             tokens += [None] * (vocab_size - len(tokens))
-        return cls(tokens, end_token_ids, **options)
+        special = [token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special]
+        return cls(tokens, end_token_ids, control_token_ids=[*special, *control_token_ids], **options)
 
     def __len__(self) -> int:
         return len(self.token_lengths)
 
     def __repr__(self) -> str:
         return f"Vocabulary({len(self)} tokens, end_token_ids={self.end_token_ids})"
+
+
+def control_bytes(token: int) -> bytes:
+    """The bytes of a control token."""
+    return bytes([CONTROL_BYTE, *token.to_bytes(3, "big")])
 
 
 def bytes_of_tokens(tokenizer: Any) -> list[bytes | None]:

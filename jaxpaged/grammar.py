@@ -8,7 +8,7 @@ from jaxpaged._grammar.public import (
     compile_text,
 )
 from jaxpaged._grammar.records import Grammar
-from jaxpaged._grammar.text import Control, FreeText, OneOf, Part
+from jaxpaged._grammar.text import Control, FreeText, OneOf, Part, Repeat
 from jaxpaged._grammar.vocabulary import Vocabulary
 from jaxpaged._publish import publish as _publish
 
@@ -18,6 +18,7 @@ __all__ = [
     "Grammar",
     "OneOf",
     "Part",
+    "Repeat",
     "Vocabulary",
     "compile_choice",
     "compile_json_object",

@@ -132,7 +132,7 @@ def compile_text(text: Text, vocabulary: Vocabulary, *, max_states: int = MAX_ST
     """The grammar of a text that may be free in part, for example up to a mark after which a grammar begins.
 
     Args:
-        text: a literal, a grammar, `Control`, `OneOf`, `FreeText`, or a tuple of these one after another.
+        text: a literal, a grammar, `Control`, `OneOf`, `Repeat`, `FreeText`, or a tuple of these in order.
         vocabulary: the tokens. A `Control` is one of its control tokens.
         max_states: the most states, with the dead one; at most 32767.
 

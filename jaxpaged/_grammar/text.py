@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxpaged._grammar import nodes
 from jaxpaged._grammar.nodes import Automaton, Bytes, Choice, Free, Marked, Node, Sequence, literal
 from jaxpaged._grammar.records import Grammar
 from jaxpaged._grammar.vocabulary import CONTROL_BYTE, Vocabulary, control_bytes
+from jaxpaged._integers import checked_size
 
 # A byte of a token, or a control token.
 SYMBOL = Choice((Bytes(((0, CONTROL_BYTE - 1),)), Bytes(((CONTROL_BYTE, CONTROL_BYTE), *((0, 255),) * 3))))
@@ -24,6 +26,15 @@ class OneOf:
     """One of several texts; without options the text cannot go on."""
 
     options: tuple[Text, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeat:
+    """A text any number of times, at least `least`, with a separator between two."""
+
+    text: Text
+    separator: Text = ()
+    least: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +67,8 @@ class FreeText:
     may_end: bool = True
 
 
-type Text = str | Grammar | Control | OneOf | FreeText | tuple[Text, ...]
-"""A literal, a grammar, a control token, alternatives, free text, or several of these one after another."""
+type Text = str | Grammar | Control | OneOf | Repeat | FreeText | tuple[Text, ...]
+"""A literal, a grammar, a control token, alternatives, repeated or free text, or several of these in order."""
 
 
 def text_node(text: Text, vocabulary: Vocabulary) -> Node:
@@ -73,6 +84,9 @@ def text_node(text: Text, vocabulary: Vocabulary) -> Node:
             return Bytes(tuple((byte, byte) for byte in control_bytes(token)))
         case OneOf(options):
             return Choice(tuple(text_node(option, vocabulary) for option in options))
+        case Repeat(repeated, separator, least):
+            checked_size("least", least, 0, 2**15)
+            return nodes.Repeat(text_node(repeated, vocabulary), least, None, text_node(separator, vocabulary))
         case FreeText(parts, may_end):
             marked = (
                 Marked(text_node(part.mark, vocabulary), text_node(part.then, vocabulary), part.is_last)
@@ -82,4 +96,5 @@ def text_node(text: Text, vocabulary: Vocabulary) -> Node:
         case tuple():
             return Sequence(tuple(text_node(each, vocabulary) for each in text))
         case _:
-            raise ValueError(f"A text is a str, Grammar, Control, OneOf, FreeText or a tuple of these; got {text!r}.")
+            kinds = "str, Grammar, Control, OneOf, Repeat, FreeText or a tuple of these"
+            raise ValueError(f"A text is a {kinds}; got {text!r}.")

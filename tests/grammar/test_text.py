@@ -10,6 +10,7 @@ from jaxpaged.grammar import (
     FreeText,
     OneOf,
     Part,
+    Repeat,
     Vocabulary,
     compile_choice,
     compile_json_schema,
@@ -205,6 +206,14 @@ def test_a_mark_may_be_a_grammar():
     assert accepts(grammar, CALL, "éabcc")
 
 
+def test_a_text_may_repeat():
+    grammar = compile_text(Repeat(OneOf(("a", Control(CALL))), "b", least=2), SMALL)
+    assert accepts(grammar, "ab", CALL, "ba")
+    assert not accepts(grammar, "a")
+    assert not accepts(grammar, "ab", CALL, "b")
+    assert accepts(compile_text(Repeat("ab"), SMALL), "")
+
+
 def test_equal_texts_are_compiled_once():
     def compiled(mark):
         return compile_text(FreeText((Part(mark, compile_choice(["a"], SMALL)),)), SMALL)
@@ -222,6 +231,7 @@ def test_equal_texts_are_compiled_once():
         (["a"], r"A text is a str, .* got \['a'\]"),
         (OneOf(()), "The text allows no answer at all"),
         (FreeText(may_end=False), "The text allows no answer at all"),
+        (Repeat("a", least=-1), "least must be at least 0"),
         ("d", "The text allows no answer that"),
     ],
 )

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from jaxpaged import CacheCapacity, EngineOptions, cache_capacity, layer_groups
 from jaxpaged.grammar import Vocabulary
 from lib.adapters import adapt, read_adapter
+from lib.answer_start import control_ids
 from lib.checkpoint import READ_ERRORS, Checkpoint, default_path, load_model, one_line, read_checkpoint
 from lib.command_line import (
     RequestError,
@@ -219,7 +220,10 @@ def read_vocabulary(checkpoint: Checkpoint) -> Vocabulary | None:
     tokenizer = checkpoint.tokenizer
     try:
         return Vocabulary.from_tokenizer(
-            tokenizer.tokenizer, tokenizer.eos_ids, vocab_size=checkpoint.config.vocab_size
+            tokenizer.tokenizer,
+            tokenizer.eos_ids,
+            vocab_size=checkpoint.config.vocab_size,
+            control_token_ids=control_ids(tokenizer),
         )
     except READ_ERRORS as error:
         say(f"Requests with a grammar are refused: {one_line(error)}.")

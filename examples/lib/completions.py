@@ -14,15 +14,15 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from jaxpaged import SamplingParams
+from lib.answer_start import AnswerStart
 from lib.api_error import ApiError
 from lib.chat_template import ChatTemplateError, RendererBusyError
 from lib.middleware import DETAILS, REQUEST_ID
 from lib.openai_answers import Answer
 from lib.openai_forms import USUAL_TOKENS, Ask
-from lib.openai_grammars import GrammarAsk, compile_grammar
+from lib.openai_grammars import compile_grammar
 from lib.openai_logits import check_num_listed, encode_bad_words
 from lib.pieces import Pieces
-from lib.reasoning import begins_with_content
 from lib.service import RETRY_SECONDS, Service
 from lib.template_history import adapt_history
 
@@ -58,9 +58,7 @@ async def generate(
         generation = service.engines.open(num_completions)
         ending.callback(service.engines.close, generation)
         prompts = await unless_gone(request, asyncio.to_thread(encode, service, ask))
-        if ask.is_chat and ask.grammar is not None:
-            check_thinking(service, ask.grammar, prompts[0])
-        params = await unless_gone(request, asyncio.to_thread(complete_params, service, ask))
+        params = await unless_gone(request, asyncio.to_thread(complete_params, service, ask, prompts[0]))
         requests = [(p, dataclasses.replace(params, **limits(service, ask, p))) for p in prompts]
         service.engines.start(generation, requests)
         pieces = Pieces(service, ask, generation, begin)
@@ -95,17 +93,7 @@ def encode_conversation(service: Service, conversation: dict[str, Any]) -> list[
     return tokens
 
 
-def check_thinking(service: Service, grammar: GrammarAsk, prompt: list[int]) -> None:
-    """Raises `ApiError` if an answer to the prompt begins with reasoning."""
-    if not begins_with_content(service.checkpoint.tokenizer, prompt):
-        message = (
-            "A grammar restricts an answer from its first token, and answers to this prompt begin with reasoning; "
-            'turn it off if the chat template can, for example with chat_template_kwargs {"enable_thinking": false}.'
-        )
-        raise ApiError(400, message, param=grammar.param)
-
-
-def complete_params(service: Service, ask: Ask) -> SamplingParams:
+def complete_params(service: Service, ask: Ask, prompt: list[int]) -> SamplingParams:
     """The parameters with stop tokens, the tokens of bad words, and the grammar. Raises `ApiError`."""
     tokenizer = service.checkpoint.tokenizer
     eos_ids = () if ask.ignores_eos else tokenizer.eos_ids
@@ -115,7 +103,10 @@ def complete_params(service: Service, ask: Ask) -> SamplingParams:
     check_num_listed(params)
     if ask.grammar is None or service.vocabulary is None:
         return params
-    return dataclasses.replace(params, grammar=compile_grammar(ask.grammar, service.vocabulary))
+    # A completion has no reasoning: its grammar begins with the first token.
+    options = dict(prompt_ids=prompt, splits=service.splits_reasoning) if ask.is_chat else dict(splits=False)
+    start = AnswerStart(service.vocabulary, tokenizer, **options)
+    return dataclasses.replace(params, grammar=compile_grammar(ask.grammar, start))
 
 
 def limits(service: Service, ask: Ask, prompt: list[int]) -> dict[str, Any]:

@@ -19,11 +19,15 @@ from jaxpaged.grammar import (
     compile_json_object,
     compile_json_schema,
     compile_regex,
+    compile_text,
 )
+from lib.answer_start import AnswerStart
 from lib.api_error import ApiError
 from lib.fields import Fields, short
+from lib.grammar_texts import Text
 from lib.openai_fields import refuse_unread
 from lib.openai_tools import ToolUse
+from lib.strict_calls import calls_schema, strict_calls
 from lib.tool_formats import ToolFormat
 
 NO_VOCABULARY = "needs a grammar, which this model's tokenizer does not support"
@@ -34,7 +38,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "disable_fallback": (False, True),
 }
 SCHEMA = "must be a JSON schema, as an object or its text"
-NO_PARAMETERS = {"type": "object", "additionalProperties": False}
 MOST_CHARACTERS = 400  # in an error
 CHOICE = "must be a list of at least one text"
 
@@ -45,11 +48,16 @@ class GrammarAsk:
 
     Attributes:
         param: field of the request, for errors.
-        compile: compiles it for a vocabulary.
+        make_text: makes the text of answers that begin at a place.
     """
 
     param: str
-    compile: Callable[[Vocabulary], Grammar]
+    make_text: Callable[[AnswerStart], Text]
+
+    @classmethod
+    def of_content(cls, param: str, compile: Callable[[Vocabulary], Grammar]) -> "GrammarAsk":
+        """A grammar of the content alone, compiled by a function."""
+        return cls(param, lambda start: start.after_reasoning(compile(start.vocabulary)))
 
 
 def read_grammar(
@@ -57,25 +65,28 @@ def read_grammar(
 ) -> GrammarAsk | None:
     """The grammar that a request needs. Raises `FieldError` and `MissingFieldError`."""
     found = [*_response_format(fields), *_structured_outputs(fields), *_guided(fields)]
+    is_free = tool_use is not None and tool_use.choice == "auto" and bool(tool_use.callable_names)
+    if found and is_free:
+        name = found[0].param.partition(".")[0]
+        raise fields.error(name, 'goes with tools only if tool_choice is "none": its grammar rules out calls')
     if tool_use is not None and tool_format is not None:
-        found = [*_forced_calls(fields, tool_use, tool_format), *found]
+        found = [*_calls(tool_use, tool_format), *found]
     if not found:
         return None
     grammar, *others = found
-    name = grammar.param.partition(".")[0]
     if not has_vocabulary:
-        raise fields.error(name, NO_VOCABULARY)
+        is_strict = grammar.param.endswith("strict")
+        raise fields.error(grammar.param if is_strict else grammar.param.partition(".")[0], NO_VOCABULARY)
     if others:
         raise fields.error(others[0].param, f"does not go with {grammar.param}: an answer has one grammar")
-    if tool_use is not None and tool_use.choice == "auto" and tool_use.callable_names:
-        raise fields.error(name, 'goes with tools only if tool_choice is "none": its grammar rules out calls')
     return grammar
 
 
-def compile_grammar(ask: GrammarAsk, vocabulary: Vocabulary) -> Grammar:
+def compile_grammar(ask: GrammarAsk, start: AnswerStart) -> Grammar:
     """Runs in a thread, because a grammar may need a second. Raises `ApiError`."""
     try:
-        grammar = ask.compile(vocabulary)
+        text = ask.make_text(start)
+        grammar = text if isinstance(text, Grammar) else compile_text(text, start.vocabulary)
     except ValueError as error:
         raise ApiError(400, one_sentence(str(error)), param=ask.param) from error
     except RecursionError as error:
@@ -94,57 +105,31 @@ def one_sentence(message: str) -> str:
     return f"{message if len(message) <= MOST_CHARACTERS else f'{message[:half]} ... {message[-half:]}'}."
 
 
-def _forced_calls(fields: Fields, tool_use: ToolUse, tool_format: ToolFormat) -> Iterator[GrammarAsk]:
-    """Raises `FieldError` for strict arguments of calls that the model may leave out."""
+def _calls(tool_use: ToolUse, tool_format: ToolFormat) -> Iterator[GrammarAsk]:
+    """The grammar of calls that must come, or of strict calls that may."""
     if tool_use.is_forced:
-        schema = calls_schema(tool_use, tool_format.without_marks.arguments)
-        yield GrammarAsk("tool_choice", lambda vocabulary: compile_json_schema(schema, vocabulary))
+        schema = forced_schema(tool_use, tool_format.without_marks.arguments)
+        yield GrammarAsk.of_content("tool_choice", lambda vocabulary: compile_json_schema(schema, vocabulary))
     elif tool_use.strict_names and tool_use.choice == "auto":
         index = next(i for i, tool in enumerate(tool_use.tools) if tool["function"]["name"] in tool_use.strict_names)
-        function = Fields(tool_use.tools[index]["function"], f"tools[{index}].function.")
-        raise function.error("strict", 'goes with tool_choice "required" or one function; here it must be false')
+        yield GrammarAsk(f"tools[{index}].function.strict", lambda start: strict_calls(start, tool_use, tool_format))
 
 
-def calls_schema(tool_use: ToolUse, key: str) -> dict[str, Any]:
+def forced_schema(tool_use: ToolUse, key: str) -> dict[str, Any]:
     """The schema of a forced call, or of an array of calls. `key`: key of the arguments."""
     functions = [tool["function"] for tool in tool_use.tools if tool["function"]["name"] in tool_use.callable_names]
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": function["name"]}, key: {"$ref": f"#/$defs/{function['name']}"}},
-            "required": ["name", key],
-        }
-        for function in functions
-    ]
-    schema: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    schema = calls_schema(functions, key)
     if tool_use.choice == "required" and tool_use.is_parallel:
-        schema = {"type": "array", "items": schema, "minItems": 1}
-    definitions = {
-        function["name"]: moved(function.get("parameters") or NO_PARAMETERS, f"#/$defs/{function['name']}")
-        for function in functions
-    }
-    return {"$defs": definitions} | schema
-
-
-def moved(schema: Any, place: str) -> Any:
-    """A schema whose references are right when it is at this place in another one."""
-    if isinstance(schema, list):
-        return [moved(each, place) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        name: place + value[1:]
-        if name == "$ref" and isinstance(value, str) and value.startswith("#")
-        else moved(value, place)
-        for name, value in schema.items()
-    }
+        definitions = schema.pop("$defs")
+        schema = {"$defs": definitions, "type": "array", "items": schema, "minItems": 1}
+    return schema
 
 
 def _response_format(fields: Fields) -> Iterator[GrammarAsk]:
     form = Fields(fields.get("response_format", {"type": "text"}), "response_format.")
     kind = form.text("type")
     if kind == "json_object":
-        yield GrammarAsk("response_format", compile_json_object)
+        yield GrammarAsk.of_content("response_format", compile_json_object)
     elif kind == "json_schema":
         yield _json(Fields(form.get("json_schema"), "response_format.json_schema."), "schema")
     elif kind != "text":
@@ -155,7 +140,7 @@ def _structured_outputs(fields: Fields) -> Iterator[GrammarAsk]:
     form = Fields(fields.get("structured_outputs", {}), "structured_outputs.")
     yield from _each(form, {"json": _json, "regex": _regex, "choice": _choice})
     if form.flag("json_object", False):
-        yield GrammarAsk("structured_outputs.json_object", compile_json_object)
+        yield GrammarAsk.of_content("structured_outputs.json_object", compile_json_object)
     refuse_unread(form, NEUTRAL)
 
 
@@ -175,16 +160,16 @@ def _json(fields: Fields, name: str) -> GrammarAsk:
             schema = json.loads(given)
     if not isinstance(schema, dict):
         raise fields.error(name, f"{SCHEMA}; got {short(given)}")
-    return GrammarAsk(fields.within + name, lambda vocabulary: compile_json_schema(schema, vocabulary))
+    return GrammarAsk.of_content(fields.within + name, lambda vocabulary: compile_json_schema(schema, vocabulary))
 
 
 def _regex(fields: Fields, name: str) -> GrammarAsk:
     pattern = fields.text(name)
-    return GrammarAsk(fields.within + name, lambda vocabulary: compile_regex(pattern, vocabulary))
+    return GrammarAsk.of_content(fields.within + name, lambda vocabulary: compile_regex(pattern, vocabulary))
 
 
 def _choice(fields: Fields, name: str) -> GrammarAsk:
     options = fields.get(name)
     if not isinstance(options, list) or not options or not all(isinstance(option, str) for option in options):
         raise fields.error(name, CHOICE)
-    return GrammarAsk(fields.within + name, lambda vocabulary: compile_choice(options, vocabulary))
+    return GrammarAsk.of_content(fields.within + name, lambda vocabulary: compile_choice(options, vocabulary))

@@ -134,7 +134,7 @@ class CompletionText:
             ask.stops,
             calls=calls,
             prompt_ids=prompt,
-            splits=ask.is_chat and service.splits_reasoning and ask.grammar is None,
+            splits=ask.is_chat and service.splits_reasoning,
             skip_special_tokens=ask.skips_special_tokens,
             includes_stop=ask.includes_stop,
             has_offsets=ask.params.logprobs and not ask.is_chat,

@@ -60,7 +60,7 @@ class Channels:
     def part_of(self, token_id: int) -> str | None:
         """Reads the next token. Returns None for a mark, and for tokens in a message's header."""
         if token_id == self._message:
-            self._begin_message(self._tokenizer.decode(self._header or [], skip_special_tokens=False))
+            self._begin_message(self.header)
         elif token_id == self._channel:
             self._header = [*(self._header or []), token_id]
         elif token_id in self.marks:
@@ -77,6 +77,15 @@ class Channels:
     def is_content(self) -> bool:
         """Whether the next token is content, unless it is a mark."""
         return self._header is None and self._part == CONTENT
+
+    @property
+    def is_in_header(self) -> bool:
+        return self._header is not None
+
+    @property
+    def header(self) -> str:
+        """The header that has begun, without the mark <|start|>."""
+        return self._tokenizer.decode(self._header or [], skip_special_tokens=False)
 
     def _begin_message(self, header: str) -> None:
         recipient = RECIPIENT.search(header)
@@ -115,15 +124,6 @@ def read_prompt(splitter: Thoughts | Channels, prompt_ids: Sequence[int]) -> Non
     marked = [i for i, token_id in enumerate(prompt_ids) if token_id in splitter.marks]
     for token_id in prompt_ids[marked[-3:][0] :] if marked else ():  # a message has three before its text
         splitter.part_of(token_id)
-
-
-def begins_with_content(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
-    """Whether an answer to the prompt begins with its content: not with reasoning, and not with a message's header."""
-    splitter = make_splitter(tokenizer)
-    if splitter is None:
-        return True
-    read_prompt(splitter, prompt_ids)
-    return splitter.is_content
 
 
 class ReasoningStream:

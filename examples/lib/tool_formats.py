@@ -23,6 +23,9 @@ class ToolFormat:
         in_template: pattern in the chat templates with this format.
         marks: control tokens that the patterns need to see; other control tokens are not part of the text.
         id_characters: length of a call's id, if templates prescribe one.
+        mark: mark that begins a call, for grammars; empty: the JSON begins it.
+        written: how calls go on after the mark: with {name} and {arguments}, with an object {call}, or with {calls} of
+            an array; {space} is optional, {id} is any word. Empty: in messages of gpt-oss.
     """
 
     begin: str
@@ -32,6 +35,8 @@ class ToolFormat:
     after: str = ""
     marks: tuple[str, ...] = ()
     id_characters: int | None = None
+    mark: str = ""
+    written: tuple[str, ...] = ()
 
     @property
     def without_marks(self) -> "ToolFormat":
@@ -65,6 +70,11 @@ FORMATS = {
         arguments="",
         in_template="<｜tool▁calls▁begin｜>",
         marks=tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")),
+        mark="<｜tool▁call▁begin｜>",
+        written=(
+            "function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
+            "{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
+        ),
     ),
     # Mistral: [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]; since 2025 [TOOL_CALLS]NAME[ARGS]{...} for each.
     "mistral": ToolFormat(
@@ -74,6 +84,13 @@ FORMATS = {
         in_template=r"\[TOOL_CALLS\]",
         marks=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
         id_characters=9,
+        mark="[TOOL_CALLS]",
+        written=(
+            "{space}{call}",
+            "{space}[{calls}]",
+            "{name}[ARGS]{arguments}",
+            "{name}[CALL_ID]{id}[ARGS]{arguments}",
+        ),
     ),
     # Qwen 2.5 and 3, and Hermes. Templates of other formats between the same marks, in XML, are left out.
     "hermes": ToolFormat(
@@ -82,6 +99,8 @@ FORMATS = {
         arguments="arguments",
         in_template=r"(?s)^(?!.*(?:<function=|<arg_key>)).*<tool_call>",
         marks=("<tool_call>", "</tool_call>"),
+        mark="<tool_call>",
+        written=("{space}{call}{space}</tool_call>",),
     ),
     # Llama 3.1 to 3.3: {"name": ..., "parameters": {...}}, sometimes after <|python_tag|>; several between semicolons.
     "llama3_json": ToolFormat(
@@ -91,6 +110,7 @@ FORMATS = {
         arguments="parameters",
         in_template=r'<\|python_tag\|>|"parameters": dictionary',
         marks=("<|python_tag|>",),
+        written=("{call}",),
     ),
 }
 

@@ -7,7 +7,7 @@ import openai
 import pydantic
 import pytest
 
-from lib.openai_grammars import moved
+from lib.strict_calls import moved
 from lib.tool_formats import FORMATS
 from tests.examples.serving import KEY, chat, running
 

@@ -10,9 +10,6 @@ import pydantic
 import pytest
 
 from jaxpaged import EngineOptions
-from lib.completions import check_thinking
-from lib.openai_grammars import GrammarAsk
-from lib.reasoning import begins_with_content
 from serve import read_vocabulary
 from tests.examples.scripted_engine import make_tokenizer, scripted_service
 from tests.examples.serving import ask, body, chat, chat_body, complete, read, running, texts
@@ -225,30 +222,6 @@ def test_a_vocabulary_is_as_wide_as_the_logits():
     checkpoint = SimpleNamespace(tokenizer=tokenizer, config=SimpleNamespace(vocab_size=1000))
     vocabulary = read_vocabulary(checkpoint)
     assert (len(vocabulary), vocabulary.end_token_ids) == (1000, tokenizer.eos_ids)
-
-
-@pytest.mark.parametrize(
-    ("is_harmony", "prompt", "expected"),
-    [
-        (False, "hi", True),
-        (False, "<think>", False),
-        (False, "<think>a</think>b", True),
-        (True, "<|start|>user<|message|>hi<|end|><|start|>assistant", False),
-        (True, "<|start|>assistant<|channel|>final<|message|>It", True),
-        (True, "<|start|>assistant<|channel|>analysis<|message|>It", False),
-    ],
-)
-def test_a_grammar_is_refused_where_the_answer_begins_with_reasoning(is_harmony, prompt, expected):
-    tokenizer = make_tokenizer(is_harmony)
-    ids = tokenizer.encode(prompt)
-    assert begins_with_content(tokenizer, ids) == expected
-    service = SimpleNamespace(checkpoint=SimpleNamespace(tokenizer=tokenizer))
-    if expected:
-        check_thinking(service, GrammarAsk("guided_json", None), ids)
-        return
-    with pytest.raises(Exception, match="answers to this prompt begin with reasoning") as raised:
-        check_thinking(service, GrammarAsk("guided_json", None), ids)
-    assert raised.value.param == "guided_json"
 
 
 def test_tools_and_a_grammar_exclude_each_other(server):

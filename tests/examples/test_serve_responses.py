@@ -227,7 +227,7 @@ REFUSED = {
     "a tool without a name": (dict(tools=[{"type": "function"}]), "The field 'name' is missing.", "tools[0].name"),
     "strict arguments": (
         dict(tools=[WEATHER | {"strict": True}]),
-        'strict goes with tool_choice "required" or one function; here it must be false.',
+        "tools[0].strict needs a grammar, which this model's tokenizer does not support.",
         "tools[0].strict",
     ),
     "a forced call": (

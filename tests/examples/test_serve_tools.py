@@ -189,7 +189,7 @@ REFUSED = {
     ),
     "strict arguments": (
         dict(tools=[MULTIPLY, {"type": "function", "function": {"name": "a", "strict": True}}]),
-        'strict goes with tool_choice "required" or one function; here it must be false.',
+        "tools[1].function.strict needs a grammar, which this model's tokenizer does not support.",
         "tools[1].function.strict",
     ),
     "a schema": (
@@ -216,7 +216,7 @@ def test_parsing_helpers_of_the_openai_client_are_told_the_reason(hermes):
     messages = [{"role": "user", "content": "hi"}]
     for options, reason in (
         (dict(response_format=Weather), "response_format needs a grammar"),
-        (dict(tools=[openai.pydantic_function_tool(Weather)]), "strict goes with tool_choice"),
+        (dict(tools=[openai.pydantic_function_tool(Weather)]), "strict needs a grammar"),
     ):
         with pytest.raises(openai.BadRequestError, match=reason):
             hermes.client.chat.completions.parse(model="model", messages=messages, **options)

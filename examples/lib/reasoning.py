@@ -187,6 +187,8 @@ class ReasoningStream:
             ids = list(run)
             if part is None:
                 self.num_tokens += len(ids)
+                # A mark ends the reasoning, even inside a character.
+                pieces[REASONING] += self._streams[REASONING].extend(self._ids[REASONING], is_last=True)
                 pieces[CONTENT] += self._splitter.take_marks() if isinstance(self._splitter, Channels) else ""
                 continue
             stream = self._streams[part]

@@ -54,6 +54,14 @@ def test_thoughts_are_reasoning(qwen, prompt, answer, reasoning, content):
     assert split(qwen, prompt, answer)[:2] == (reasoning, content)
 
 
+def test_a_half_of_a_character_ends_with_the_reasoning(qwen):
+    half = qwen.encode("\u20ac")[:1]
+    before, after = qwen.encode("<think>Well "), qwen.encode("</think>")
+    stream = ReasoningStream(qwen)
+    assert stream.extend(before + half, is_last=False) == ("Well ", "")
+    assert stream.extend(before + half + after, is_last=False) == ("\ufffd", "")
+
+
 ANALYSIS = "<|channel|>analysis<|message|>2+2 is four.<|end|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>four"
 CALL = "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|end|>"

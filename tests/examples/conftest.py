@@ -11,7 +11,7 @@ from tests.examples.tiny_checkpoint import write_adapter, write_checkpoint
 collect_ignore = ["agent_chat.py", "agent_responses.py"]  # programs that test_serve_agents.py runs
 # Without the extra "serve" and the package openai, the server is not tested.
 if not all(map(importlib.util.find_spec, ("openai", "prometheus_client", "starlette", "uvicorn"))):
-    collect_ignore_glob = ["serving.py", "scripted_engine.py", "test_serve*.py", "test_engines.py"]
+    collect_ignore_glob = ["serving.py", "scripted_engine.py", "equal_logits.py", "test_serve*.py", "test_engines.py"]
 
 
 @pytest.fixture(scope="session")
@@ -77,6 +77,14 @@ def service(tiny, adapters):
     options = ["--model", str(tiny.path), "--dtype=float32", f"--api-key={KEY}", "--max-body-bytes=5000", *SIZES]
     options += [f"--adapter={name}={folder}" for name, (folder, _) in adapters.items()]
     return serve.create_service(serve.parse_arguments(options))
+
+
+@pytest.fixture(scope="session")
+def equal_services(tmp_path_factory):
+    """Services with equal logits, one for each kind of control tokens in `equal_logits`."""
+    from tests.examples.equal_logits import KINDS, equal_service
+
+    return {kind: equal_service(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pydantic
 import pytest
 
 from lib.tool_formats import FORMATS
-from tests.examples.equal_logits import all_parts, bias, equal_service
+from tests.examples.equal_logits import all_parts, bias
 from tests.examples.scripted_engine import merged
 from tests.examples.serving import chat, running
 
@@ -36,15 +36,10 @@ BEGINS = {
 ENDS = {"<eos>": 2, "<｜tool▁call▁end｜>": 3, "</tool_call>": 3, "<|call|>": 3, "}": 2, "<|message|>": 3}
 
 
-@pytest.fixture(scope="module")
-def services(tmp_path_factory):
-    return {kind: equal_service(tmp_path_factory.mktemp(kind), kind) for kind in ("thoughts", "harmony")}
-
-
 @pytest.fixture(scope="module", params=sorted(FORMATS))
-def server(services, request):
+def server(equal_services, request):
     kind = "harmony" if request.param == "openai" else "thoughts"
-    with running(services[kind], tool_format=FORMATS[request.param]) as server:
+    with running(equal_services[kind], tool_format=FORMATS[request.param]) as server:
         server.begins, server.begin = BEGINS[request.param]
         server.weights = bias(server, server.begins | ENDS)
         yield server

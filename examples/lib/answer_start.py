@@ -10,6 +10,7 @@ from lib.grammar_texts import Text, until
 from lib.harmony import Harmony
 from lib.reasoning import Channels, make_splitter, read_prompt
 from lib.tokenizer import Tokenizer
+from lib.tool_formats import for_tools
 
 
 class AnswerStart:
@@ -44,6 +45,11 @@ class AnswerStart:
         """The control token of a mark, if it is one."""
         token = self._tokenizer.tokenizer.token_to_id(mark)
         return Control(token) if token in self.vocabulary.control_token_ids else None
+
+    @property
+    def template(self) -> str:
+        """The chat template for tools."""
+        return for_tools(self._tokenizer.chat_template)
 
     def after_reasoning(self, content: Text) -> Text:
         """An answer whose content is restricted. Raises `ValueError` if it begins with reasoning that is content."""

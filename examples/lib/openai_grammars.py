@@ -39,6 +39,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 SCHEMA = "must be a JSON schema, as an object or its text"
 MOST_CHARACTERS = 400  # in an error
+MOST_STATES = EngineOptions.num_grammar_states - 1  # one is for requests without a grammar
 CHOICE = "must be a list of at least one text"
 
 
@@ -86,7 +87,7 @@ def compile_grammar(ask: GrammarAsk, start: AnswerStart) -> Grammar:
     """Runs in a thread, because a grammar may need a second. Raises `ApiError`."""
     try:
         text = ask.make_text(start)
-        grammar = text if isinstance(text, Grammar) else compile_text(text, start.vocabulary)
+        grammar = text if isinstance(text, Grammar) else compile_text(text, start.vocabulary, max_states=MOST_STATES)
     except ValueError as error:
         raise ApiError(400, one_sentence(str(error)), param=ask.param) from error
     except RecursionError as error:

@@ -35,11 +35,7 @@ class StrictCalls:
     def answer(self) -> Text:
         if not self._format.written:
             return self._messages()
-        by_mark: dict[Text, list[Text]] = {}
-        for mark, call in self._calls():
-            by_mark.setdefault(mark, []).append(call)
-        parts = (Part(mark, OneOf(tuple(calls)), is_last=not self._is_parallel) for mark, calls in by_mark.items())
-        return self._start.after_reasoning(FreeText(tuple(parts)))
+        return self._start.after_reasoning(FreeText(tuple(self._marked() if self._format.mark else self._objects())))
 
     def _messages(self) -> Text:
         harmony = self._start.harmony
@@ -49,27 +45,28 @@ class StrictCalls:
         arguments |= dict.fromkeys(self._others, harmony.any_arguments)
         return harmony.calls(arguments, is_parallel=self._is_parallel)
 
-    def _calls(self) -> Iterator[tuple[Text, Text]]:
-        """The mark of each kind of call, and the text after it."""
-        key = self._format.arguments
-        if not self._format.mark:  # calls begin with the object
-            for function in self._strict:
-                name = re.escape(function["name"])
-                mark = self._regex(rf'\{{{S}("type"{S}:{S}"function"{S},{S})?"name"{S}:{S}"{name}"')
-                yield mark, (self._regex(f', ?"{key}": ?'), self._arguments(function), self._regex(r" ?\}"))
-            return
-        mark = self._mark(self._format.mark)
-        for written in self._format.written:
-            if "{calls}" in written and not self._is_parallel:
-                continue
-            if "{name}" in written:
-                for function in self._strict:
-                    yield mark, self._fill(written, name=function["name"], arguments=self._arguments(function))
-            else:
-                call = compile_json_schema(calls_schema(self._strict, key), self._start.vocabulary)
-                yield mark, self._fill(written, call=call, calls=Repeat(call, self._regex(", ?"), least=1))
-            if self._others:
-                yield mark, self._other_call(written)
+    def _objects(self) -> Iterator[Part]:
+        """Calls without a mark: they begin with an object of the function's name."""
+        for function in self._strict:
+            mark = rf'\{{{S}("type"{S}:{S}"function"{S},{S})?"name"{S}:{S}"{re.escape(function["name"])}"'
+            arguments = self._regex(f', ?"{self._format.arguments}": ?'), self._arguments(function)
+            yield Part(self._regex(mark), (*arguments, self._regex(r" ?\}")), is_last=not self._is_parallel)
+
+    def _marked(self) -> Iterator[Part]:
+        """Calls after a mark."""
+        written = next(form for place, form in self._format.written.items() if place in self._start.template)
+        calls = [self._other_call(written)] if self._others else []
+        if "{name}" in written:
+            calls += [
+                self._fill(written, name=function["name"], arguments=self._arguments(function))
+                for function in self._strict
+            ]
+        else:
+            call = compile_json_schema(calls_schema(self._strict, self._format.arguments), self._start.vocabulary)
+            several = Repeat(call, self._regex(", ?"), least=1) if self._is_parallel else call
+            calls.append(self._fill(written, call=call, calls=several))
+        after = OneOf(((), self._mark(self._format.after))) if self._format.after else ()
+        yield Part(self._mark(self._format.mark), (OneOf(tuple(calls)), after), is_last=not self._is_parallel)
 
     def _other_call(self, written: str) -> Text:
         """A call of a function that is not strict: its name, then any text up to the mark that ends it."""

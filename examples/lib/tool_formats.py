@@ -24,8 +24,9 @@ class ToolFormat:
         marks: control tokens that the patterns need to see; other control tokens are not part of the text.
         id_characters: length of a call's id, if templates prescribe one.
         mark: mark that begins a call, for grammars; empty: the JSON begins it.
-        written: how calls go on after the mark: with {name} and {arguments}, with an object {call}, or with {calls} of
-            an array; {space} is optional, {id} is any word. Empty: in messages of gpt-oss.
+        written: how a call goes on after the mark, by a text in the chat template; the first found counts. It has
+            {name} and {arguments}, or an object {call}, or {calls} of an array; {space} is optional, {id} is any word.
+            Empty: calls are messages of gpt-oss.
     """
 
     begin: str
@@ -36,7 +37,7 @@ class ToolFormat:
     marks: tuple[str, ...] = ()
     id_characters: int | None = None
     mark: str = ""
-    written: tuple[str, ...] = ()
+    written: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def without_marks(self) -> "ToolFormat":
@@ -71,10 +72,10 @@ FORMATS = {
         in_template="<｜tool▁calls▁begin｜>",
         marks=tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")),
         mark="<｜tool▁call▁begin｜>",
-        written=(
-            "function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
-            "{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
-        ),
+        written={
+            "```json": "function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
+            "": "{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
+        },
     ),
     # Mistral: [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]; since 2025 [TOOL_CALLS]NAME[ARGS]{...} for each.
     "mistral": ToolFormat(
@@ -85,12 +86,11 @@ FORMATS = {
         marks=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
         id_characters=9,
         mark="[TOOL_CALLS]",
-        written=(
-            "{space}{call}",
-            "{space}[{calls}]",
-            "{name}[ARGS]{arguments}",
-            "{name}[CALL_ID]{id}[ARGS]{arguments}",
-        ),
+        written={
+            "[CALL_ID]": "{name}[CALL_ID]{id}[ARGS]{arguments}",
+            "[ARGS]": "{name}[ARGS]{arguments}",
+            "": "{space}[{calls}]",
+        },
     ),
     # Qwen 2.5 and 3, and Hermes. Templates of other formats between the same marks, in XML, are left out.
     "hermes": ToolFormat(
@@ -100,7 +100,7 @@ FORMATS = {
         in_template=r"(?s)^(?!.*(?:<function=|<arg_key>)).*<tool_call>",
         marks=("<tool_call>", "</tool_call>"),
         mark="<tool_call>",
-        written=("{space}{call}{space}</tool_call>",),
+        written={"": "{space}{call}{space}</tool_call>"},
     ),
     # Llama 3.1 to 3.3: {"name": ..., "parameters": {...}}, sometimes after <|python_tag|>; several between semicolons.
     "llama3_json": ToolFormat(
@@ -110,14 +110,19 @@ FORMATS = {
         arguments="parameters",
         in_template=r'<\|python_tag\|>|"parameters": dictionary',
         marks=("<|python_tag|>",),
-        written=("{call}",),
+        written={"": "{call}"},
     ),
 }
 
 
-def find_format(chat_template: str | dict[str, str] | None) -> ToolFormat | None:
-    """The format of a chat template, or of its variant for tools. None: none of these."""
+def for_tools(chat_template: str | dict[str, str] | None) -> str:
+    """The chat template, or its variant for tools."""
     if isinstance(chat_template, dict):
         chat_template = chat_template.get("tool_use", chat_template.get("default"))
-    found = (each for each in FORMATS.values() if re.search(each.in_template, chat_template or ""))
+    return chat_template or ""
+
+
+def find_format(chat_template: str | dict[str, str] | None) -> ToolFormat | None:
+    """The format of a chat template. None: none of these."""
+    found = (each for each in FORMATS.values() if re.search(each.in_template, for_tools(chat_template)))
     return next(found, None)

@@ -28,7 +28,7 @@ class AnswerStart:
 
         Args:
             vocabulary: the tokens.
-            tokenizer: tells which tokens separate reasoning and content.
+            tokenizer: has the tokens that separate reasoning and content.
             prompt_ids: the prompt.
             splits: whether the server separates the two. If not, a grammar restricts an answer from its first token.
         """

@@ -20,7 +20,7 @@ class Harmony:
             Control(token) if token in vocabulary.control_token_ids else NOTHING for token in ids.values()
         )
         marks = sorted(channels.marks & vocabulary.control_token_ids)
-        self._text = FreeText(tuple(Part(Control(mark), NOTHING) for mark in marks))  # of a message
+        self._text = FreeText(tuple(Part(Control(mark), NOTHING) for mark in marks))  # all that a message says
         self._channel, self._message = channel, message
         self._next: tuple[Text, ...] = (end, start, "assistant")
         self._kind = OneOf(((), " json", (OneOf((" ", ())), constrain, "json")))

@@ -31,7 +31,7 @@ def has_package(package):
 
 
 def run(server, program, *arguments, packages):
-    """What a program prints. Skips the test if node or a package is missing."""
+    """The output of a program. Skips the test if node or a package is missing."""
     if shutil.which("node") is None:
         pytest.skip("node is not installed")
     for package in packages:

@@ -87,6 +87,12 @@ def test_content_after_reasoning_follows_its_grammar(server, name):
         assert server.has_reasoning or has_reasoning == {False}
 
 
+def test_content_without_a_grammar_is_not_valid(server):
+    for choice in ask(server, seed=0).choices:
+        with pytest.raises(ValueError, match=r"Expecting|Extra|Invalid"):
+            is_valid(all_parts(choice)[1])
+
+
 def test_responses_have_reasoning_and_a_valid_text(server):
     form = {"type": "json_schema", "name": "a", "schema": SCHEMA}
     extra = {"chat_template_kwargs": server.arguments, "logit_bias": server.weights}

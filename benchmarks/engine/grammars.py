@@ -32,7 +32,7 @@ from lib.checkpoint import default_path, read_checkpoint
 
 LARGE = 128_256
 STRING: dict[str, Any] = {"type": "string"}
-PERSON = {
+PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {
         "name": STRING,

@@ -12,7 +12,17 @@ import pytest
 from jaxpaged import SamplingParams
 from jaxpaged._engine.grammar_room import GrammarRoom, first_gap, parts_of
 from jaxpaged._slice.grammars import FREE, Grammars
-from jaxpaged.grammar import Vocabulary, compile_choice, compile_json_schema, compile_regex
+from jaxpaged.grammar import (
+    Control,
+    FreeText,
+    OneOf,
+    Part,
+    Vocabulary,
+    compile_choice,
+    compile_json_schema,
+    compile_regex,
+    compile_text,
+)
 from tests.logits_model import processed, with_changes
 from tests.toy_model import (
     BLOCKS,
@@ -36,7 +46,9 @@ pytestmark = pytest.mark.usefixtures("idle_engines")
 TEXTS = [*map(chr, range(ord("a"), ord("h"))), *'0123456789{}[]",: -', "ab", "cd", '":', '", "', '{"', "12", "true"]
 TOKENS = [text.encode() for text in TEXTS] + [None] * (VOCAB - len(TEXTS))
 END = VOCAB - 1
-VOCABULARY = Vocabulary(TOKENS, [END])
+CONTROLS = (END - 1, END - 2)
+VOCABULARY = Vocabulary(TOKENS, [END], control_token_ids=CONTROLS)
+TOKENS = [row[:n].tobytes() or None for row, n in zip(VOCABULARY.token_bytes, VOCABULARY.token_lengths, strict=True)]
 PROPERTIES = {"a": {"type": "integer"}, "b": {"enum": [True, 12, "cd"]}}
 SCHEMA = {"type": "object", "properties": PROPERTIES, "required": ["b"]}
 GRAMMARS = (
@@ -45,9 +57,14 @@ GRAMMARS = (
     compile_regex("[a-c]{3,9}", VOCABULARY),
     compile_choice(["abcd", "ab12", "true"], VOCABULARY),
 )
+CALL = Part(
+    OneOf((Control(CONTROLS[0]), "b", "d1")), (compile_choice(["abcd", "true"], VOCABULARY), Control(CONTROLS[1]))
+)
+CALLS = compile_text(FreeText((CALL,)), VOCABULARY)
 PATTERNS = (None, "(ab|c[d-g])+(12)?", "[a-c]{3,9}", "abcd|ab12|true")
 OWN_ENGINES = []
-STATES, MASKS = 1 + sum(grammar.num_states - 1 for grammar in GRAMMARS), 1 + sum(len(g.masks) for g in GRAMMARS)
+STATES = 1 + sum(grammar.num_states - 1 for grammar in (*GRAMMARS, CALLS))
+MASKS = 1 + sum(len(grammar.masks) for grammar in (*GRAMMARS, CALLS))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -91,7 +108,7 @@ def requests_with_grammars():
     """Requests of which most have grammars, some in addition to other changes, and their expected tokens."""
     prompts, params = requests(20, seed=3)
     params = [
-        dataclasses.replace(one, grammar=None if i % 5 == 4 else GRAMMARS[i % 5], max_tokens=max(one.max_tokens, 12))
+        dataclasses.replace(one, grammar=(*GRAMMARS, CALLS, None)[i % 6], max_tokens=max(one.max_tokens, 12))
         for i, one in enumerate(with_changes(params, 4, VOCAB))
     ]
     prompts = [prompt[: MAX_TOKENS - one.max_tokens] for prompt, one in zip(prompts, params, strict=True)]
@@ -134,6 +151,12 @@ def test_the_grammars_matter(load):
         if one.grammar is not None
     ]
     assert np.mean(found) > 0.9
+
+
+def test_a_free_text_has_a_call(load):
+    _, params, expected = load
+    answers = [new for one, found in zip(params, expected, strict=True) if one.grammar is CALLS for new in found]
+    assert any(CONTROLS[1] in new for new in answers)
 
 
 def test_an_answer_that_is_not_cut_matches_its_grammar():

@@ -5,6 +5,8 @@ import statistics
 from typing import Any
 
 from benchmarks.figures.cells import Points, label, table, us
+from benchmarks.kernels.experts import LAYERS, name_of
+from lib.experts import tiles_of
 
 SHAPES = (  # rows of the peers' table
     *("1x512", "1x8192", "1x32768", "1x131072", "8x2048", "8x8192", "32x2048", "64x2048"),
@@ -197,3 +199,18 @@ def prefill_8bit(points: Points) -> str:
         rows.append([label(name), *map(us, times)])
     columns = (cache.replace(" cache=", "").replace(" scale=", ", ") for cache in CACHES[:2])
     return table(("sequences x length", "bfloat16", *columns), rows)
+
+
+def experts(points: Points) -> str:
+    """Microseconds of a mixture of experts: all experts, and grouped with the tiles that the examples choose."""
+    found, rows = points("h200/experts"), []
+    for model, layer in LAYERS.items():
+        for tokens in (256, 512, 1024, 2048, 4096):
+            tiles = tiles_of(tokens * layer.experts_per_token, layer.num_experts)
+            all_experts, grouped = (
+                found.get(f"{model}, {tokens} tokens, {way}") for way in ("all experts", name_of(tiles))
+            )
+            if all_experts and grouped:
+                times = us(all_experts["product"]), us(grouped["product"]), f"{grouped['over_floor']:.2f}"
+                rows.append([model, f"{tokens:,}", *times])
+    return table(("layer of", "tokens", "all experts, us", "grouped, us", "grouped, of the floor"), rows)

@@ -16,7 +16,7 @@ from benchmarks.harness import RESULTS, ROOT
 
 NAMES = (
     *("performance", "cache", "memory_design", "engine_design", "several_gpus", "kernel", "gpus"),
-    *("grammars", "sampling"),
+    *("grammars", "sampling", "your_model"),
 )
 
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
@@ -61,6 +61,7 @@ TABLES: dict[str, Callable[[Points], str]] = {
     "text drafts": system_tables.text_drafts,
     "trainer logprobs": system_tables.trainer_logprobs,
     "grammars": system_tables.grammars,
+    "experts": kernel_tables.experts,
 }
 
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-GROUPED_ABOVE = 256  # tokens of a step
+GROUPED_ABOVE = 128  # tokens of a step
 STAGE = 64  # the kernel's block_k, which must divide the inputs; 128 does not divide gpt-oss's 2,880
 ROWS = 8  # the kernel's number of rows must be a multiple
 
@@ -127,7 +127,11 @@ def choose_tiles(num_pairs: int, weights: ExpertWeights) -> Tiles | None:
     num_experts, hidden, features = weights.down.shape
     if not is_hopper() or weights.down.dtype.itemsize != 2 or hidden % STAGE or features % STAGE:
         return None
-    return Tiles(block_m=64 if num_pairs <= 64 * num_experts else 128, block_n=128)
+    return tiles_of(num_pairs, num_experts)
+
+
+def tiles_of(num_pairs: int, num_experts: int) -> Tiles:
+    return Tiles(block_m=64 if num_pairs < 64 * num_experts else 128, block_n=192)
 
 
 def is_hopper() -> bool:

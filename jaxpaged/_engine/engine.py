@@ -42,8 +42,8 @@ class Engine:
         apply: the model over packed tokens, `caches, hidden = apply(weights, tokens, positions, caches, step)`.
             `tokens` and `positions` are int32 `[tokens]`. In each layer, `cache, out = step.attend(q, k, v, cache)`
             writes to the cache and attends (`AttentionStep`). `hidden` is what the head needs: an array `[tokens, ...]`
-            or a pytree of arrays. `apply` may return `(caches, hidden, aux)`, with small arrays `[tokens, ...]` of 32
-            bits or bool that come back with the tokens (`Completion.aux`). It is traced once for each number of tokens:
+            or a pytree of arrays. `apply` may return `(caches, hidden, aux)`, with small arrays `[tokens, ...]` of 8,
+            16 or 32 bits or bool that come back with the tokens (`Completion.aux`). It is traced once for each number of tokens:
             each of `widths`, `max_num_seqs`, and `max_num_seqs + chunk_tokens`. Apart from `step.attend`, it must
             process each token independently: some tokens are padding.
         weights: a pytree of arrays, passed to `apply`.

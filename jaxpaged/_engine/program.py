@@ -32,6 +32,9 @@ from jaxpaged._slice.step import model_outputs
 COPIES = 1.5  # memory for compiling, over the largest array of the weights: 1.6 GB for 1.05 on an H100
 MOST_LOGITS = 0.05  # part of a GPU's memory; warn if the logits of an engine without a head need more
 MOST_CROSSING = 4  # inboxes and reports on the device at once, for slices that run, wait or are read
+AUX_DTYPES = [
+    *map(jnp.dtype, ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "bfloat16", "float32"))
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +99,7 @@ def output_types(setup: Setup, weights: Any, state: State, mesh: Mesh | None) ->
     """Shapes and dtypes of the hidden state and `aux` that `apply` returns for one token.
 
     Raises:
-        ValueError: a dtype of `aux` that is neither 32 bits wide nor bool.
+        ValueError: a dtype of `aux` that is none of AUX_DTYPES.
     """
     function: Any = functools.partial(model_outputs, setup)
     if mesh is not None:
@@ -105,10 +108,11 @@ def output_types(setup: Setup, weights: Any, state: State, mesh: Mesh | None) ->
     outputs = jax.eval_shape(function, weights, state)
     hidden, aux = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), outputs)
     for path, leaf in jax.tree.leaves_with_path(aux):
-        if leaf.dtype != jnp.bool_ and leaf.dtype.itemsize != 4:
+        if leaf.dtype not in AUX_DTYPES:
             raise ValueError(
-                f"aux must be of 32 bits or bool; got {leaf.dtype} at {jax.tree_util.keystr(path) or 'its root'}. "
-                "Convert it in apply, for instance with .astype(jnp.float32)."
+                f"aux must be of 8, 16 or 32 bits or bool; got {leaf.dtype} at "
+                f"{jax.tree_util.keystr(path) or 'its root'}. Convert it in apply, for instance with "
+                ".astype(jnp.float32)."
             )
     return hidden, aux
 

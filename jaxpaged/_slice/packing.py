@@ -8,27 +8,38 @@ import jax
 import numpy as np
 
 
+WORD = 4  # bytes
+
+
 def pack(tree: Any, xp: ModuleType = np) -> Any:
-    """Concatenates arrays of bool or 32-bit dtypes as int32 `[words]`. `xp`: `jnp` inside jit."""
-    return xp.concatenate([_as_words(xp.asarray(leaf)).ravel() for leaf in jax.tree.leaves(tree)])
+    """Concatenates arrays of bool or of 8, 16 or 32 bits as int32 `[words]`. `xp`: `jnp` inside jit."""
+    return xp.concatenate([_as_words(xp.asarray(leaf), xp) for leaf in jax.tree.leaves(tree)])
 
 
 def num_words(tree: Any) -> int:
     """The length of the packed tree."""
-    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+    return sum(map(_num_words, jax.tree.leaves(tree)))
 
 
 def unpack(words: Any, like: Any) -> Any:
-    """Inverse of `pack`. `like` has the tree's shapes and dtypes. 32-bit NumPy leaves are views of `words`."""
+    """Inverse of `pack`. `like` has the tree's shapes and dtypes. NumPy leaves other than bool are views of `words`."""
     leaves, treedef = jax.tree.flatten(like)
-    ends = itertools.accumulate(leaf.size for leaf in leaves)
-    parts = [_as_dtype(words[end - leaf.size : end], leaf) for leaf, end in zip(leaves, ends, strict=True)]
+    ends = itertools.accumulate(map(_num_words, leaves))
+    parts = [_as_dtype(words[end - _num_words(leaf) : end], leaf) for leaf, end in zip(leaves, ends, strict=True)]
     return jax.tree.unflatten(treedef, parts)
 
 
-def _as_words(x: Any) -> Any:
-    return x.astype(np.int32) if x.dtype == np.bool_ else x.view(np.int32)
+def _num_words(leaf: Any) -> int:
+    return leaf.size if leaf.dtype == np.bool_ else -(-leaf.size * leaf.dtype.itemsize // WORD)
+
+
+def _as_words(x: Any, xp: ModuleType) -> Any:
+    if x.dtype == np.bool_:
+        return x.astype(np.int32).ravel()
+    missing = _num_words(x) * WORD // x.dtype.itemsize - x.size
+    return (xp.pad(x.ravel(), (0, missing)) if missing else x.ravel()).view(np.int32)
 
 
 def _as_dtype(words: Any, like: Any) -> Any:
-    return (words != 0 if like.dtype == np.bool_ else words.view(like.dtype)).reshape(like.shape)
+    values = words != 0 if like.dtype == np.bool_ else words.view(like.dtype)[: like.size]
+    return values.reshape(like.shape)

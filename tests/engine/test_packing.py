@@ -10,6 +10,10 @@ TREE = {
     "many": np.arange(6, dtype=np.int32).reshape(2, 3),
     "seed": np.asarray([2**32 - 1, 7], np.uint32),
     "real": np.asarray([[0.1, -np.inf, np.nan]], np.float32),
+    "experts": np.asarray([[-128, 127, 3], [0, 255 - 256, 5]], np.int8),
+    "tokens": np.asarray([[2**16 - 1], [1], [2]], np.uint16),
+    "narrow": np.asarray([1.5, -np.inf, 3.0], jnp.bfloat16),
+    "no bytes": np.zeros((0, 3), np.uint8),
     "flags": np.asarray([True, False]),
     "flag": np.asarray(True),
     "none": np.zeros((0, 4), np.int32),
@@ -27,5 +31,5 @@ def test_a_tree_survives_host_to_device_and_back_bit_for_bit():
     on_device = jax.jit(lambda words: unpack(words, TREE))(pack(TREE))
     assert_bits_equal(on_device, TREE)
     words = jax.jit(lambda tree: pack(tree, jnp))(TREE)
-    assert (words.shape, words.dtype) == ((15,), np.int32)
+    assert (words.shape, words.dtype) == ((21,), np.int32)
     assert_bits_equal(unpack(np.asarray(words), TREE), TREE)

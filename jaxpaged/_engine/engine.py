@@ -43,9 +43,9 @@ class Engine:
             `tokens` and `positions` are int32 `[tokens]`. In each layer, `cache, out = step.attend(q, k, v, cache)`
             writes to the cache and attends (`AttentionStep`). `hidden` is what the head needs: an array `[tokens, ...]`
             or a pytree of arrays. `apply` may return `(caches, hidden, aux)`, with small arrays `[tokens, ...]` of 8,
-            16 or 32 bits or bool that come back with the tokens (`Completion.aux`). It is traced once for each number of tokens:
-            each of `widths`, `max_num_seqs`, and `max_num_seqs + chunk_tokens`. Apart from `step.attend`, it must
-            process each token independently: some tokens are padding.
+            16 or 32 bits or bool that come back with the tokens (`Completion.aux`, `Completion.prompt_aux`). It is
+            traced once for each number of tokens: each of `widths`, `max_num_seqs`, and `max_num_seqs + chunk_tokens`.
+            Apart from `step.attend`, it must process each token independently: some tokens are padding.
         weights: a pytree of arrays, passed to `apply`.
         caches: a pytree of `KVCache`s with the same number of blocks and the same block size. They are donated: do not
             use them afterwards. If they are sharded over several devices, each device runs `apply` inside

@@ -48,6 +48,7 @@ class Program:
         no_report: the last report that the first slice is given.
         inbox_of: `make_inbox` with the options of the engine.
         report_types: shapes and dtypes of a report.
+        aux: shapes and dtypes of a token's `aux`.
         kept: guard arrays that reserve memory for reports and inboxes: see `keep_room`.
     """
 
@@ -56,6 +57,7 @@ class Program:
     no_report: jax.Array
     inbox_of: Callable[..., Inbox]
     report_types: Report
+    aux: Any
     kept: list[jax.Array]
 
 
@@ -91,6 +93,7 @@ def first_state(
     if head is None:
         warn_of_logits(kinds, hidden)
     setup = dataclasses.replace(setup, aux=aux)
+    check_prompt_aux(setup)
     state = state.with_outputs(setup, None if draft is None else hidden)
     return setup, weights, state if mesh is None else replicate(mesh, state)
 
@@ -115,6 +118,18 @@ def output_types(setup: Setup, weights: Any, state: State, mesh: Mesh | None) ->
                 ".astype(jnp.float32)."
             )
     return hidden, aux
+
+
+def check_prompt_aux(setup: Setup) -> None:
+    """Raises `ValueError` if `prompt_aux` cannot be returned."""
+    options = setup.options
+    if options.prompt_aux and not jax.tree.leaves(setup.aux):
+        raise ValueError("prompt_aux=True returns the aux of prompt tokens; let apply return (caches, hidden, aux).")
+    if options.prompt_aux and options.prefix_cache and None not in options.windows:
+        raise ValueError(
+            "prompt_aux=True with a prefix cache needs a group of layers without a window: a prompt may begin after "
+            f"blocks that all windows have passed; got windows={options.windows}. Leave out one of the two."
+        )
 
 
 def warn_of_logits(kinds: tuple[Kind, ...], logits: Any) -> None:
@@ -170,4 +185,4 @@ def compile_program(setup: Setup, weights: Any, state: State, mesh: Mesh | None)
     copy = jax.jit(jnp.copy).lower(no_report).compile()
     inbox = jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=no_report.sharding)
     kept = keep_room((no_report, inbox), MOST_CROSSING, no_report.sharding) if options.is_gpu else []
-    return Program(run, copy, no_report, inbox_of, report_types, kept)
+    return Program(run, copy, no_report, inbox_of, report_types, setup.aux, kept)

@@ -20,6 +20,10 @@ class Completion:
             first; None without `SamplingParams.top_logprobs`.
         aux: for each token, the `aux` that `apply` returned for the token before it; each leaf is a NumPy array
             `[tokens, ...]`. None if `apply` returns none, or there are no tokens.
+        prompt_aux: the `aux` of the prompt tokens before the last, NumPy arrays `[prompt - 1, ...]`. Followed by `aux`,
+            it has a row for each token except the last new one. It was computed with the keys and values that the
+            completion used last: after an update of the weights, a preempted request computes its prompt with the new
+            ones. None without `EngineOptions.prompt_aux`, until the completion is finished, or if it has no tokens.
     """
 
     token_ids: list[int]
@@ -29,6 +33,7 @@ class Completion:
     weight_versions: list[int] = dataclasses.field(default_factory=list, compare=False)
     top_logprobs: list[dict[int, float]] | None = None
     aux: Any = dataclasses.field(default=None, compare=False)
+    prompt_aux: Any = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)

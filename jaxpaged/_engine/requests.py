@@ -38,6 +38,8 @@ class CompletionState:
         place: the scheduler's index of it; None: it is not on the device, as far as the host has read.
         is_dropped: whether its output is discarded.
         num_cached: tokens found in the prefix cache when it started.
+        prompt_aux: `aux` of the prompt tokens before the last, NumPy arrays `[tokens, ...]`; zero until they are
+            computed. None without `EngineOptions.prompt_aux`.
         grammar_state: the first state of its grammar in the pool on the device.
     """
 
@@ -56,6 +58,7 @@ class CompletionState:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
     aux: Any = None  # NumPy arrays [tokens, ...]
+    prompt_aux: Any = None
     weight_versions: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
 
@@ -207,6 +210,7 @@ def make_output(request_id: int, rows: Sequence[CompletionState]) -> RequestOutp
             list(row.weight_versions),
             list(row.top_logprobs) if row.params.top_logprobs else None,
             None if row.aux is None else jax.tree.map(np.copy, row.aux),
+            row.prompt_aux if row.finish_reason is not None and row.token_ids else None,
         )
         for row in rows
     ]

@@ -30,6 +30,8 @@ class Rollout:
         weight_versions: int32, for each token the number of `update_weights` calls before it was computed.
         aux: for each token, the `aux` that `apply` returned for the token before it, `[completions, most, ...]`. None
             if `apply` returns none.
+        prompt_aux: `Completion.prompt_aux`, `[completions, longest prompt - 1, ...]`, zero past the end of each prompt.
+            None without `EngineOptions.prompt_aux`.
     """
 
     tokens: jax.Array
@@ -37,6 +39,7 @@ class Rollout:
     mask: jax.Array
     weight_versions: jax.Array
     aux: Any = None
+    prompt_aux: Any = None
 
 
 class Collector:
@@ -50,6 +53,7 @@ class Collector:
     def __init__(self, rows: Sequence[CompletionState], types: Report):
         leaves, tree = jax.tree.flatten(types)
         self._types, self._aux = (tree, tuple(leaves)), types.aux  # hashable
+        self._rows = rows
         self._index = {id(row): i for i, row in enumerate(rows)}
         self._shape = len(rows), max(row.params.max_tokens for row in rows)
         self._rollout: Rollout | None = None
@@ -74,7 +78,20 @@ class Collector:
 
     def result(self) -> Rollout:
         assert self._rollout is not None  # every request has a token, or was aborted in a slice
-        return jax.tree.map(lambda x: x.reshape(*self._shape, *x.shape[1:]), self._rollout)
+        rollout: Rollout = jax.tree.map(lambda x: x.reshape(*self._shape, *x.shape[1:]), self._rollout)
+        return dataclasses.replace(rollout, prompt_aux=self._prompt_aux(rollout.tokens.sharding))
+
+    def _prompt_aux(self, sharding: jax.sharding.Sharding) -> Any:
+        """The `aux` of all prompts, put on the device."""
+        longest = max(len(row.prompt) for row in self._rows) - 1
+
+        def join(*each: np.ndarray) -> jax.Array:
+            joined = np.zeros((len(each), longest, *each[0].shape[1:]), each[0].dtype)
+            for i, one in enumerate(each):
+                joined[i, : len(one)] = one
+            return jax.device_put(joined, sharding)
+
+        return jax.tree.map(join, *(row.prompt_aux for row in self._rows))
 
 
 def _empty(shape: tuple[int, int], words: jax.Array, aux: Any) -> Rollout:

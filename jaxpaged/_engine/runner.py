@@ -22,6 +22,7 @@ from jaxpaged._engine.inputs import find_deleted, keys_and_values, own
 from jaxpaged._engine.interrupts import without_interrupts
 from jaxpaged._engine.on_mesh import find_mesh
 from jaxpaged._engine.program import compile_program, first_state
+from jaxpaged._engine.prompt_aux import PromptAux
 from jaxpaged._engine.records import EngineStats
 from jaxpaged._engine.requests import MOST_ARRIVALS
 from jaxpaged._engine.rollouts import Collector
@@ -72,6 +73,7 @@ class Runner:
             self.room = GrammarRoom(options.num_grammar_states, options.num_grammar_masks)
             self._put_part = compile_put(state.grammars.pool, self.mesh)
         self.program = compile_program(setup, weights, state, self.mesh)
+        self.prompt_aux = PromptAux(self.program.aux, options) if options.prompt_aux else None
         self._last_report = self.program.no_report
         # The call of a slice needs milliseconds. On a CPU, or if the model has a loop, it blocks until its steps end.
         self.thread, self._process = ThreadPoolExecutor(1, thread_name_prefix="jaxpaged"), os.getpid()
@@ -288,6 +290,8 @@ class Runner:
         if self.room is not None:
             self.room.note_arrival(sent.rows)
         rows = list(self.books.on_device.values())
+        if self.prompt_aux is not None:
+            self.prompt_aux.take(report, sent.moves, self.books.on_device)
         counts = self.books.take_tokens(report, sent.version)
         if self.tier is not None:
             if sent.failure is not None:

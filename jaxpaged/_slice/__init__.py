@@ -13,6 +13,7 @@ A slice is one call of a compiled program. It runs many steps of the model, and 
 | `prefix_groups` | sequences with shared blocks, which attention reads once |
 | `drafting` | drafts of the next tokens, and their acceptance rates |
 | `scoring`, `sampling` | the rows that need logits; tokens and logprobs from logits |
+| `prompt_aux` | `aux` of all rows, and the cached blocks that requests begin with |
 | `host_pages` | copies of blocks to host memory and back, in separate programs |
 | `packing`, `pytrees` | many small arrays as one; comparison of pytrees |
 """

@@ -68,6 +68,9 @@ class EngineOptions:
             `top_p`. Logprobs of prompts and of `score` are always the model's.
         max_logprobs: the most `top_logprobs` of a request. If it is not 0, a step in which a request wants logprobs
             finds the `max_logprobs` most likely tokens of each row.
+        prompt_aux: return the `aux` of prompt tokens, too (`Completion.prompt_aux`). A slice then reports `aux` for all
+            rows of its steps. With a prefix cache, it needs host memory for the `aux` of each slot of the caches, and
+            `windows` must contain None.
         seed: seeds the requests that have no seed.
         compiler_options: passed to `jax.jit`. None: on a GPU, options that make cuBLAS compute matrix products.
 
@@ -96,6 +99,7 @@ class EngineOptions:
     batch_invariant: bool = False
     processed_logprobs: bool = False
     max_logprobs: int = 0
+    prompt_aux: bool = False
     seed: int = 0
     compiler_options: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
 
@@ -107,7 +111,7 @@ class EngineOptions:
         if self.widths is not None:
             widths = {checked_size("widths", width) for width in checked_tuple("widths", self.widths)}
             checked["widths"] = tuple(sorted(widths))
-        for name in ("prefix_cache", "batch_invariant", "processed_logprobs"):
+        for name in ("prefix_cache", "batch_invariant", "processed_logprobs", "prompt_aux"):
             if not isinstance(value := getattr(self, name), bool | np.bool_):
                 raise ValueError(f"{name} must be True or False; got {name}={value!r}.")
             checked[name] = bool(value)

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 
-
 WORD = 4  # bytes
 
 

@@ -14,7 +14,8 @@ from jaxpaged._scheduler.scheduler import Scheduler
 from jaxpaged._slice.kinds import next_kind
 from jaxpaged._slice.model import Setup
 from jaxpaged._slice.packing import pack, unpack
-from jaxpaged._slice.prefix_groups import find_groups
+from jaxpaged._slice.prefix_groups import SeatGroups, find_groups
+from jaxpaged._slice.prompt_aux import FoundBlocks
 from jaxpaged._slice.scoring import StepOutputs
 from jaxpaged._slice.state import Inbox, Report, State
 from jaxpaged._slice.step import one_step
@@ -94,6 +95,8 @@ def make_report(setup: Setup, state: State, request_ids: jax.Array, submit_statu
         top_logprobs=outputs.top_logprobs,
         aux=outputs.aux,
         scores=dataclasses.replace(outputs.scores, request_ids=scored),
+        rows_aux=outputs.rows_aux,
+        found_blocks=state.found_blocks,
         num_running=(scheduler.seated < scheduler.max_requests).sum(dtype=jnp.int32),
         num_free=allocator.num_free,
         num_of_kind=num_of_kind,
@@ -122,7 +125,8 @@ def make_report(setup: Setup, state: State, request_ids: jax.Array, submit_statu
             salts=prefixes.salt,
             room=allocator.num_free + allocator.num_held_by_each().sum(dtype=jnp.int32) - num_needed,
         )
-    return dataclasses.replace(state, scheduler=scheduler, num_of_kind=num_of_kind), report
+    found = None if state.found_blocks is None else state.found_blocks.cleared()
+    return dataclasses.replace(state, scheduler=scheduler, num_of_kind=num_of_kind, found_blocks=found), report
 
 
 def change_seats_if_due(state: State, is_open: jax.Array) -> State:
@@ -130,11 +134,15 @@ def change_seats_if_due(state: State, is_open: jax.Array) -> State:
     if state.scheduler.prefixes is None:
         return state
 
-    def change_seats(scheduler: Scheduler, allocator: BlockAllocator, groups: Any) -> tuple[Any, ...]:
+    def change_seats(
+        scheduler: Scheduler, allocator: BlockAllocator, groups: SeatGroups | None, found: FoundBlocks | None
+    ) -> tuple[Any, ...]:
+        before = scheduler, allocator
         scheduler, allocator = scheduler.change_seats(allocator)
-        return scheduler, allocator, None if groups is None else find_groups(allocator)
+        groups = None if groups is None else find_groups(allocator)
+        return scheduler, allocator, groups, None if found is None else found.update(before, scheduler, allocator)
 
-    own = state.scheduler, state.allocator, state.seat_groups
+    own = state.scheduler, state.allocator, state.seat_groups, state.found_blocks
     is_due = is_open & state.scheduler.is_change_due
-    scheduler, allocator, groups = lax.cond(is_due, change_seats, lambda *same: same, *own)
-    return dataclasses.replace(state, scheduler=scheduler, allocator=allocator, seat_groups=groups)
+    scheduler, allocator, groups, found = lax.cond(is_due, change_seats, lambda *same: same, *own)
+    return dataclasses.replace(state, scheduler=scheduler, allocator=allocator, seat_groups=groups, found_blocks=found)

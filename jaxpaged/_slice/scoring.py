@@ -24,6 +24,7 @@ from jaxpaged._slice.kinds import Kind
 from jaxpaged._slice.model import Setup
 from jaxpaged._slice.options import ResolvedOptions
 from jaxpaged._slice.process_logits import Processing
+from jaxpaged._slice.prompt_aux import RowsAux
 from jaxpaged._slice.sampling import Drawn, TopLogprobs, sample, score
 
 MOST_GROUPS = 4  # each is compiled separately: in a loop the host would start each iteration
@@ -52,6 +53,7 @@ class StepOutputs:
     top_logprobs: TopLogprobs | None  # [draws]; None: max_logprobs is 0
     aux: Any  # each leaf [draws, ...], the model's `aux` for the row that each token was drawn from
     scores: Scores  # [rows]
+    rows_aux: RowsAux | None  # None: without prompt_aux
     kind: jax.Array  # int32 [], index of the step's kind
 
     @classmethod
@@ -69,14 +71,24 @@ class StepOutputs:
                 is_best=jnp.zeros(most_scored, jnp.bool_),
                 top_logprobs=TopLogprobs.create(most_scored, setup.options.max_logprobs),
             ),
+            rows_aux=RowsAux.create(setup.kinds[-1].width, setup.aux, setup.options)
+            if setup.options.prompt_aux
+            else None,
             kind=jnp.zeros((), jnp.int32),
         )
 
     def with_step(
-        self, kind: Kind, index: int, logprobs: jax.Array, top_logprobs: TopLogprobs | None, aux: Any, scores: Scores
+        self,
+        kind: Kind,
+        index: int,
+        logprobs: jax.Array,
+        top_logprobs: TopLogprobs | None,
+        aux: Any,
+        scores: Scores,
+        rows_aux: RowsAux | None,
     ) -> StepOutputs:
         """Adds the results of `score_and_sample` for a step of this kind, the kind's index, and the `aux` of the
-        sampled rows."""
+        sampled rows and of all rows."""
 
         def pad(new: jax.Array) -> jax.Array:
             new = new if kind.draws_all else new[:, None]
@@ -90,7 +102,7 @@ class StepOutputs:
             lambda old, new: lax.dynamic_update_slice_in_dim(old, new, 0, axis=0), self.scores, scores
         )
         logprobs, top_logprobs, aux = jax.tree.map(pad, (logprobs, top_logprobs, aux))
-        return StepOutputs(logprobs, top_logprobs, aux, scores, jnp.int32(index))
+        return StepOutputs(logprobs, top_logprobs, aux, scores, rows_aux, jnp.int32(index))
 
 
 def group_size(kind: Kind) -> int:

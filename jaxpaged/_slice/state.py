@@ -20,6 +20,7 @@ from jaxpaged._slice.logit_params import LogitParams
 from jaxpaged._slice.model import Setup
 from jaxpaged._slice.packing import num_words
 from jaxpaged._slice.prefix_groups import SeatGroups
+from jaxpaged._slice.prompt_aux import FoundBlocks, RowsAux
 from jaxpaged._slice.sampling import TopLogprobs
 from jaxpaged._slice.scoring import Scores, StepOutputs
 
@@ -41,6 +42,7 @@ class State:
     seat_groups: SeatGroups | None  # None: no kind reads shared blocks once
     num_saved_reads: jax.Array  # int32 [], tokens that were not read again so far, modulo 2^32
     drafting: Drafting | None  # None: no drafts
+    found_blocks: FoundBlocks | None  # None: no prompt_aux, or no prefix cache
 
     @classmethod
     def create(cls, setup: Setup, caches: Any, vocabulary: Vocabulary | None) -> State:
@@ -83,6 +85,7 @@ class State:
             seat_groups=SeatGroups.create(num_seats) if setup.kinds[0].least_saved_reads is not None else None,
             num_saved_reads=jnp.zeros((), jnp.int32),
             drafting=Drafting.create(num_seats, num_drafts, max_requests) if num_drafts else None,
+            found_blocks=FoundBlocks.create(options) if options.prompt_aux and prefixes is not None else None,
         )
 
     def with_outputs(self, setup: Setup, hidden: Any) -> State:
@@ -120,6 +123,8 @@ class Report:
     top_logprobs: TopLogprobs | None  # [steps, draws]
     aux: Any  # each leaf [steps, draws, ...]
     scores: Scores  # [steps, rows]
+    rows_aux: RowsAux | None  # [steps, rows]; None: no prompt_aux
+    found_blocks: FoundBlocks | None  # None: no prompt_aux, or no prefix cache
     num_running: jax.Array  # int32 []
     num_free: jax.Array  # int32 [], free blocks
     num_of_kind: jax.Array  # int32 [kinds], steps of each kind; like the next seven, so far and modulo 2^32

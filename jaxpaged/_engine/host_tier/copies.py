@@ -48,6 +48,7 @@ class Run:
         is_sent: whether a run to the device belongs to a slice that was sent.
         where: int32 `[2, runs, columns]`: block ids and serial numbers of this and other runs on the device; 0: none.
         index: the index of this run in `where`.
+        aux: the `aux` of the moved blocks, NumPy arrays `[blocks, block_size, ...]`. None without `prompt_aux`.
     """
 
     row: CompletionState
@@ -60,6 +61,7 @@ class Run:
     is_sent: bool = False
     where: Any = None
     index: int = 0
+    aux: Any = None
 
     @property
     def moved(self) -> list[bytes]:

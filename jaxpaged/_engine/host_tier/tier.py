@@ -3,9 +3,11 @@
 import dataclasses
 import hashlib
 import itertools
+import operator
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -55,6 +57,7 @@ class Kept:
     keys: Keys  # one per block
     salt: int
     page: Page
+    aux: Any = None  # as in `Run`
 
 
 class HostTier:
@@ -165,7 +168,10 @@ class HostTier:
             self._touch(keys)
             run, notes.num_called_back = self._run(row, keys[:end], begin), max(notes.num_called_back, end)
             notes.failed_to_come = True  # until it succeeds: an error is reported once, then the prompt is computed
-            run.pages = self._copies.bring([self._places[key].page for key in last_keys])
+            pages = [self._places[key] for key in last_keys]
+            run.pages = self._copies.bring([kept.page for kept in pages])
+            aux = jax.tree.map(lambda *parts: np.concatenate(parts), *(kept.aux for kept in pages))
+            run.aux = jax.tree.map(operator.itemgetter(slice(end - begin)), aux)
             notes.failed_to_come = False
             self._coming = dict.fromkeys(run.moved, run) | self._coming
 
@@ -273,7 +279,8 @@ class HostTier:
             for key in keys:
                 if (old := self._places.get(key)) is not None and old.keys[-1] == key:
                     self._drop(old)  # the new page has all of its blocks
-            kept = Kept(keys, run.salt, page)
+            index = slice(begin - run.begin, begin - run.begin + len(keys))
+            kept = Kept(keys, run.salt, page, jax.tree.map(operator.itemgetter(index), run.aux))
             self._pages[kept] = None
             self._places |= dict.fromkeys(keys, kept)
         self._touch(run.keys)

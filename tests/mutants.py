@@ -46,6 +46,7 @@ SEATS = "jaxpaged/_scheduler/seats.py"
 SAMPLING = "jaxpaged/_slice/sampling.py"
 DRAFTING, DRAFTS = "jaxpaged/_slice/drafting.py", "tests/engine/test_drafts.py"
 HOST_TIER = "jaxpaged/_engine/host_tier/tier.py"
+PROMPT_AUX, ROWS = "jaxpaged/_engine/prompt_aux.py", "tests/engine/test_prompt_aux.py::cached or host or replace"
 SCORING = "jaxpaged/_slice/scoring.py"
 PROCESSING, PENALTIES, LISTS = (f"jaxpaged/_slice/{name}.py" for name in ("process_logits", "penalties", "token_lists"))
 EQUATIONS, CHANGED = (
@@ -740,6 +741,31 @@ MUTANTS = (
     Mutant("penalties: drafts do not count", PENALTIES, "tokens == draft", "tokens < -draft", EQUATIONS, "counts"),
     Mutant("penalties: the prompt is new", PENALTIES, "is_known & ~is_prompt", "is_known", EQUATIONS, "counts"),
     Mutant("bad words: from the prompt", LISTS, " & (places >= rows_of", " | (places < rows_of", EQUATIONS, "masks"),
+    Mutant(
+        "prompt aux: none of found blocks",
+        PROMPT_AUX,
+        "self._find(on_device[place], ids, ends[place])",
+        "pass",
+        ROWS,
+        "copies",
+    ),
+    Mutant(
+        "prompt aux: found blocks are read late",
+        PROMPT_AUX,
+        "self._write(rows, begin, begin := num_steps, ends, on_device)",
+        "pass",
+        ROWS,
+        "copies",
+    ),
+    Mutant("prompt aux: stays behind", PROMPT_AUX, "        self._move(moves)\n", "", ROWS, "copies"),
+    Mutant(
+        "prompt aux: of replaced blocks",
+        "jaxpaged/_slice/prompt_aux.py",
+        " | (is_full & (old != new)).any(axis=1)",
+        "",
+        ROWS,
+        "copies",
+    ),
     Mutant(
         "logits: given tokens are processed", PROCESSING, "where((given >= 0)", "where((given >= 99)", CHANGED, "masks"
     ),

@@ -44,6 +44,7 @@ OPTIONS = {
     "chunk_tokens": (5, 16),
     "steps_per_slice": (1, 8),
     "narrow": (False, True),
+    "prompt_aux": (False, True),
     "changed": ("no", "by parameters", "by a function too"),
 }
 
@@ -98,6 +99,7 @@ def create_engine_for(config):
         prefix_cache=config["cached"] != "no",
         host_cache_bytes=2**20 if config["cached"] == "host memory" else None,
         processed_logprobs=config["processed"],
+        prompt_aux=config["prompt_aux"],
         max_logprobs=MOST_LIKELY * config["top_logprobs"],
         num_adapters=ADAPTERS * config["adapters"],
         num_speculative_tokens=num_drafts,
@@ -131,6 +133,7 @@ class Checker:
 
     def __init__(self, config, seed):
         self.windows, self.is_processed = config["windows"], config["processed"]
+        self.has_prompt_aux = config["prompt_aux"]
         self.process = repeats_forbidden if config["changed"] == "by a function too" else processed
         self.weights = random_weights(len(self.windows), seed)
 
@@ -162,6 +165,9 @@ class Checker:
         else:
             assert tokens == scores.argmax(axis=1).tolist()
         check_aux(completion.aux, text, drawn_at)
+        assert (completion.prompt_aux is not None) == self.has_prompt_aux
+        if self.has_prompt_aux:
+            check_aux(completion.prompt_aux, text, range(1, len(prompt)))
         is_stopped = tokens[-1] in params.stop_token_ids
         assert completion.finish_reason == ("stop" if is_stopped else "length")
         assert is_stopped or len(tokens) == params.max_tokens
@@ -235,6 +241,8 @@ def test_options_of_every_pair_give_the_tokens_of_a_plain_model(config):
     rollout = engine.rollout(prompts[:1], greedy(5))
     text = prompts[0] + rollout.tokens[0].tolist()
     check_aux(jax.tree.map(lambda x: x[0], rollout.aux), text, range(len(prompts[0]), len(text)))
+    if config["prompt_aux"]:
+        check_aux(jax.tree.map(lambda x: x[0], rollout.prompt_aux), text, range(1, len(prompts[0])))
     assert_idle(engine)
 
 

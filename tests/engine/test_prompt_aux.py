@@ -145,6 +145,22 @@ def test_under_random_loads_rows_belong_to_the_keys_and_values_in_use(name):
     assert_idle(engine)
 
 
+def test_blocks_that_replace_equal_ones_bring_their_aux():
+    """The second request computes most blocks with new weights, and gets the ones of the first instead."""
+    with one_kind_of_steps():
+        engine = create(prefix_cache=True, chunk_tokens=4, steps_per_slice=1)
+    prompt = STEMS[0][:26]
+    engine.add_request(prompt, greedy(2))
+    finds_nothing = SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=True)
+    second = engine.add_request(prompt, finds_nothing)
+    while not any(output.finished for output in engine.step()):
+        pass
+    engine.update_weights(weights_of(1))
+    (completion,) = finish(engine)[second].outputs
+    check(prompt, completion)
+    assert completion.prompt_aux["version"].tolist() == [0] * 24 + [1]
+
+
 def test_a_rollout_has_the_aux_of_the_prompts_on_the_device():
     engine, params = create(prefix_cache=True), greedy(5)
     prompts = [STEMS[0][:9], STEMS[0][:13], [7]]

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from flax import nnx
@@ -14,6 +15,7 @@ from jaxpaged.grammar import Vocabulary
 from lib.adapters import set_adapters
 from lib.llama import Llama
 from lib.llama_config import LlamaConfig
+from lib.routed_experts import keep_experts, kept_experts
 from lib.tensor_parallel import create_on
 
 CHUNK_TOKENS = 256
@@ -34,12 +36,14 @@ def create_engine(
     mesh: Mesh | None = None,
     device: jax.Device | None = None,
     vocabulary: Vocabulary | None = None,
+    returns_experts: bool = False,
 ) -> jaxpaged.Engine:
     """Creates an engine for the model. Its weights are `nnx.state(model)`.
 
     With `num_blocks=None` the pool has room for `max_num_seqs` requests of `max_model_len` tokens, which `options` must
     then set. `mesh` is the mesh of a model that tensor_parallel.py has sharded. `device` is the model's device, or the
     first of its mesh, if that is not JAX's default device. With a `vocabulary`, requests may have grammars.
+    With `returns_experts`, `Completion.aux` has the experts that each token used in each layer (`routed_experts.py`).
     """
     graph, weights = nnx.split(model)
     groups = jaxpaged.layer_groups(layer_windows(config))
@@ -50,14 +54,16 @@ def create_engine(
         positions: jax.Array,
         caches: Sequence[jaxpaged.KVCache],  # one for each layer of a group
         step: jaxpaged.AttentionStep,
-    ) -> tuple[tuple[jaxpaged.KVCache, ...], jax.Array]:
+    ) -> tuple[Any, ...]:
         model, new_caches = nnx.merge(graph, weights), list(caches)
         if step.adapters is not None:
             set_adapters(model, step.adapters)
+        if returns_experts:
+            keep_experts(model.layers)
         x = model.embed(tokens)
         for layer, (index, group) in zip(model.layers, groups.layers, strict=True):
             new_caches[index], x = layer(x, new_caches[index], step.group(group))
-        return tuple(new_caches), x
+        return tuple(new_caches), x, kept_experts(model.layers) if returns_experts else None
 
     def head(weights: nnx.State, x: jax.Array) -> jax.Array:  # [rows, features]
         return nnx.merge(graph, weights).logits(x)

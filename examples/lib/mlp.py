@@ -93,7 +93,29 @@ class Experts(nnx.Module):
         return out.reshape(x.shape)
 
 
-class MixtureOfExperts(nnx.Module):
+class Chooser(nnx.Module):
+    """Chooses experts, or uses the ones of another forward pass (`routed_experts.py`).
+
+    Attributes:
+        keeps_chosen: whether a call sets `chosen`.
+        chosen: the experts of the last call, int32 `[..., k]`.
+        replayed: experts to use in the next call, int32 `[..., k]`. None: the ones with the largest scores.
+    """
+
+    num_experts: int
+    keeps_chosen: bool = False
+    chosen: jax.Array | None = None
+    replayed: jax.Array | None = None
+
+    def choose(self, scores: jax.Array, k: int) -> jax.Array:
+        """[..., experts] -> int32 [..., k]."""
+        chosen = jax.lax.top_k(scores, k)[1] if self.replayed is None else self.replayed
+        if self.keeps_chosen:
+            self.chosen = chosen
+        return chosen
+
+
+class MixtureOfExperts(Chooser):
     """gpt-oss: the sum of the `experts_per_token` experts with the largest logits, weighted by their softmax."""
 
     def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -101,21 +123,22 @@ class MixtureOfExperts(nnx.Module):
         sizes = config.num_experts, config.features, config.hidden_features
         above = config.grouped_above
         self.experts = Experts(*sizes, clipped=config.clipped, grouped_above=above, dtype=dtype, rngs=rngs)
-        self.experts_per_token = config.experts_per_token
+        self.num_experts, self.experts_per_token = config.num_experts, config.experts_per_token
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        largest, chosen = jax.lax.top_k(self.router(x), self.experts_per_token)
-        return self.experts(x, chosen, nnx.softmax(largest))
+        logits = self.router(x)
+        chosen = self.choose(logits, self.experts_per_token)
+        return self.experts(x, chosen, nnx.softmax(jnp.take_along_axis(logits, chosen, axis=-1)))
 
 
-class Router(nnx.Module):
+class Router(Chooser):
     """Routing in float32, so that the selection of experts does not depend on rounding."""
 
     def __init__(self, routing: Routing, features: int, *, rngs: nnx.Rngs):
         initialize = nnx.initializers.normal(features**-0.5)
         self.weight = nnx.Param(initialize(rngs.params(), (routing.num_experts, features), jnp.float32))
         self.e_score_correction_bias = nnx.Param(jnp.zeros(routing.num_experts)) if routing.has_bias else None
-        self.routing = routing
+        self.routing, self.num_experts = routing, routing.num_experts
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The selected experts and their shares: [..., features] -> int32 [..., k], f32 [..., k]."""
@@ -131,7 +154,7 @@ class Router(nnx.Module):
             _, open_groups = jax.lax.top_k(best, r.groups_per_token)
             is_open = jax.nn.one_hot(open_groups, r.num_groups, dtype=bool).any(axis=-2)[..., None]
             ranked = jnp.where(is_open, in_groups, -jnp.inf).reshape(ranked.shape)
-        _, chosen = jax.lax.top_k(ranked, r.experts_per_token)
+        chosen = self.choose(ranked, r.experts_per_token)
         shares = jnp.take_along_axis(scores, chosen, axis=-1)
         if r.normalise:
             shares /= shares.sum(axis=-1, keepdims=True) + 1e-20

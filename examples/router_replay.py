@@ -48,12 +48,12 @@ CONFIG = LlamaConfig(
 
 
 class Difference(NamedTuple):
-    """Of sampler and learner, over all new tokens.
+    """The difference between sampler and learner.
 
     Attributes:
-        mean: mean absolute difference of the logprobs, in nats.
+        mean: mean absolute difference of the logprobs of new tokens, in nats.
         largest: largest absolute difference.
-        rerouted: fraction of the layers' choices in which at least one expert differs, for all tokens.
+        rerouted: fraction of the choices, one for each layer and token, in which an expert differs.
     """
 
     mean: float
@@ -102,7 +102,7 @@ def compare(dtype: str, seed: int) -> tuple[Difference, Difference]:
     prompts, rollout = sample(model, dtype, seed)
     graph, weights = nnx.split(model)
     texts = jnp.concatenate([prompts, rollout.tokens], axis=1)
-    experts = jnp.concatenate([rollout.prompt_aux, rollout.aux], axis=1)  # of each token except the last
+    experts = jnp.concatenate([rollout.prompt_aux, rollout.aux], axis=1)  # all tokens except the last
     learn = jax.jit(jax.vmap(functools.partial(logprobs_of, graph, weights, [None] * CONFIG.num_layers)))
 
     def difference(logprobs: jax.Array, chosen: jax.Array) -> Difference:

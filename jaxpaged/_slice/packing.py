@@ -35,10 +35,11 @@ def _num_words(leaf: Any) -> int:
 def _as_words(x: Any, xp: ModuleType) -> Any:
     if x.dtype == np.bool_:
         return x.astype(np.int32).ravel()
-    missing = _num_words(x) * WORD // x.dtype.itemsize - x.size
-    return (xp.pad(x.ravel(), (0, missing)) if missing else x.ravel()).view(np.int32)
+    if missing := _num_words(x) * WORD // x.dtype.itemsize - x.size:
+        x = xp.pad(x.ravel(), (0, missing))
+    return (x if x.dtype.itemsize == WORD else x.ravel()).view(np.int32).ravel()
 
 
 def _as_dtype(words: Any, like: Any) -> Any:
-    values = words != 0 if like.dtype == np.bool_ else words.view(like.dtype)[: like.size]
-    return values.reshape(like.shape)
+    values = words != 0 if like.dtype == np.bool_ else words.view(like.dtype)
+    return (values if values.size == like.size else values[: like.size]).reshape(like.shape)

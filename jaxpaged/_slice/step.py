@@ -62,13 +62,13 @@ def one_step(setup: Setup, weights: Any, state: State, *, wants_logprobs: jax.Ar
         drafting = drafting.update(step, after - before, is_silent)
         drafting = drafting.with_hidden(hidden, step, after - before, is_mixed=kind.is_mixed)
 
+    rows = drawn_rows(step, kind, num_drafts=scheduler.num_drafts)
+    drawn_aux = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), aux)
     outputs = StepOutputs.create(setup, scheduler)
     rows_aux = outputs.rows_aux
     if rows_aux is not None:
         rows_aux = rows_aux.with_step(step, scheduler, allocator.windows, aux)
-    rows = drawn_rows(step, kind, num_drafts=scheduler.num_drafts)
-    aux = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), aux)
-    outputs = outputs.with_step(kind, index, logprobs, top_logprobs, aux, scores, rows_aux)
+    outputs = outputs.with_step(kind, index, logprobs, top_logprobs, drawn_aux, scores, rows_aux)
     had_chunk = (jnp.diff(step.query_starts) - step.num_drafts > 1).any() if kind.is_mixed else False
     return dataclasses.replace(
         state,

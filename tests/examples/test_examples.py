@@ -43,7 +43,7 @@ def test_a_program_without_its_extra_has_help_and_names_the_extra(tmp_path):
     readers = "generate", "data_parallel", "parallel_sampling", "beam_search", "speculative"
     options = {name: [*model, "--prompt=a"] for name in readers} | dict(serve=[*model, "--port=0"])
     options |= dict(gemma_linen=[], skyrl_tx=[], tunix_qwen3=[], tunix_rollout=[])
-    assert options.keys() | {"decode_loop", "rollout"} == {
+    assert options.keys() | {"decode_loop", "rollout", "router_replay"} == {
         file.stem for file in EXAMPLES.glob("*.py")
     }  # all of the programs
     runs = [[f"{EXAMPLES / name}.py", *words] for name in options for words in (["--help"], options[name])]

@@ -1,4 +1,4 @@
-"""The experts that an engine returns are those of the model's routers, and a forward pass uses the ones it is given."""
+"""An engine returns the experts that the model's routers chose, and a forward pass uses the ones it is given."""
 
 import dataclasses
 import functools

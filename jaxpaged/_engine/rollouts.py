@@ -84,14 +84,15 @@ class Collector:
     def _prompt_aux(self, sharding: jax.sharding.Sharding) -> Any:
         """The `aux` of all prompts, put on the device."""
         longest = max(len(row.prompt) for row in self._rows) - 1
+        by_row = {i: row.prompt_aux for i, row in enumerate(self._rows) if row.prompt_aux is not None}
 
         def join(*each: np.ndarray) -> jax.Array:
-            joined = np.zeros((len(each), longest, *each[0].shape[1:]), each[0].dtype)
-            for i, one in enumerate(each):
+            joined = np.zeros((len(self._rows), longest, *each[0].shape[1:]), each[0].dtype)
+            for i, one in zip(by_row, each, strict=True):
                 joined[i, : len(one)] = one
             return jax.device_put(joined, sharding)
 
-        return jax.tree.map(join, *(row.prompt_aux for row in self._rows))
+        return jax.tree.map(join, *by_row.values()) if by_row else None
 
 
 def _empty(shape: tuple[int, int], words: jax.Array, aux: Any) -> Rollout:

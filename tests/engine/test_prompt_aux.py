@@ -161,6 +161,37 @@ def test_blocks_that_replace_equal_ones_bring_their_aux():
     assert completion.prompt_aux["version"].tolist() == [0] * 24 + [1]
 
 
+@pytest.mark.slow
+def test_copies_that_fail_lose_no_aux(monkeypatch):
+    with one_kind_of_steps():
+        engine = create(**CASES["host memory"])
+    copies, num_failed = engine._runner.tier._copies, dict.fromkeys(("take", "put", "bring"), 0)
+
+    def failing(name):
+        def run(*args):
+            if args[-1] and not num_failed[name]:
+                num_failed[name] += 1
+                raise MemoryError("no room for a copy")
+            return original(*args)
+
+        original = getattr(copies, name)
+        return run
+
+    for name in num_failed:
+        monkeypatch.setattr(copies, name, failing(name))
+    prompts, outputs = [[i, *stem[:26]] for i in range(3) for stem in STEMS], {}
+    for _ in range(3):
+        added = {engine.add_request(prompt, greedy(8)): prompt for prompt in prompts}
+        while engine.has_unfinished_requests:
+            with contextlib.suppress(MemoryError):
+                outputs |= {output.request_id: output for output in engine.step()}
+        for request_id, prompt in added.items():
+            check(prompt, outputs[request_id].outputs[0])
+    assert set(num_failed.values()) == {1}
+    assert engine.stats().num_brought > 0
+    assert_idle(engine)
+
+
 def test_a_rollout_has_the_aux_of_the_prompts_on_the_device():
     engine, params = create(prefix_cache=True), greedy(5)
     prompts = [STEMS[0][:9], STEMS[0][:13], [7]]

@@ -111,15 +111,32 @@ def grouped_product(
 ) -> jax.Array:
     """The products of the first `sizes[0]` rows and `weights[0]`, of the next `sizes[1]` rows and `weights[1]`, ...
 
-    The weights are [groups, in, out], or [groups, out, in] if `transposed`. Without tiles, XLA computes it. Rows past
-    the last group are undefined.
+    The weights are [groups, in, out], or [groups, out, in] if `transposed`. Without tiles, XLA computes it, and the
+    gradient in any case. Rows past the last group are undefined.
     """
-    if tiles is None:
+
+    def by_xla(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
         return lax.ragged_dot(rows, weights.swapaxes(1, 2) if transposed else weights, sizes)
+
+    if tiles is None:
+        return by_xla(rows, weights, sizes)
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu  # slow to import
 
-    how = dict(group_sizes=sizes, transpose_rhs=transposed, **dataclasses.asdict(tiles))
-    return ragged_dot_mgpu.ragged_dot(rows, weights, **how)
+    @jax.custom_batching.sequential_vmap
+    def by_kernel(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+        how = dict(group_sizes=sizes, transpose_rhs=transposed, **dataclasses.asdict(tiles))
+        return ragged_dot_mgpu.ragged_dot(rows, weights, **how)
+
+    @jax.custom_batching.sequential_vmap
+    def gradients(rows: jax.Array, weights: jax.Array, sizes: jax.Array, out: jax.Array) -> tuple[jax.Array, ...]:
+        return jax.vjp(lambda rows, weights: by_xla(rows, weights, sizes), rows, weights)[1](out)
+
+    product = jax.custom_vjp(by_kernel)
+    product.defvjp(
+        lambda *arrays: (by_kernel(*arrays), arrays),
+        lambda arrays, out: (*gradients(*arrays, out), None),
+    )
+    return product(rows, weights, sizes)
 
 
 def choose_tiles(num_pairs: int, weights: ExpertWeights) -> Tiles | None:

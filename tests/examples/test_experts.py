@@ -124,6 +124,32 @@ def test_the_kernel_on_99_pairs():
     assert others.min() > 0.1
 
 
+def test_gradients_of_a_batch_in_groups():
+    """The kernel has no rule for either, so the batch is computed one by one, and XLA computes the gradients."""
+    batch, tokens = 2, 8
+    weights = make_weights("plain", 4, 64, 64)
+    x, chosen = random(6, batch, tokens, 64), jnp.stack([choose(tokens, 3, 4)] * batch)
+    shares = jnp.abs(random(7, batch, tokens, 3))
+    tiles = Tiles(block_m=64, block_n=64)
+
+    def loss(compute, weights, x, shares):
+        return jnp.square(jax.vmap(compute, (0, 0, 0, None))(x, chosen, shares, weights)).mean()
+
+    def gradients(compute):
+        with_activation = functools.partial(compute, activate=ACTIVATIONS["plain"])
+        return jax.grad(functools.partial(loss, with_activation), (0, 1, 2))(weights, x, shares)
+
+    def ragged_dot(rows, weights, *, group_sizes, transpose_rhs, **tiles):
+        assert rows.ndim == 2
+        return grouped_product(rows, weights, group_sizes, transposed=transpose_rhs, tiles=None)
+
+    with mock.patch.object(ragged_dot_mgpu, "ragged_dot", ragged_dot):
+        found = gradients(functools.partial(grouped_experts, tiles=tiles))
+    for ours, right in zip(jax.tree.leaves(found), jax.tree.leaves(gradients(all_experts)), strict=True):
+        np.testing.assert_allclose(ours, right, rtol=1e-4, atol=1e-5)
+        assert np.abs(right).max() > 1e-3
+
+
 def uses_groups(tokens, *, dtype=jnp.bfloat16, hidden=64, **how):
     weights = ExpertWeights(jnp.zeros((4, 2 * hidden, 64), dtype), jnp.zeros((4, hidden, 64), dtype))
     arrays = jnp.zeros((tokens, 64), dtype), jnp.zeros((tokens, 2), jnp.int32), jnp.zeros((tokens, 2), dtype)

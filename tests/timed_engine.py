@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from jaxpaged import Completion, EngineStats, RequestOutput, SamplingParams
 
@@ -48,12 +48,13 @@ class TimedEngine:
             row.is_aborted = True
         return bool(rows)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, *, may_wait: Container[int] = ()) -> list[RequestOutput]:
         rows = self._rows[: self._num_seats]
         time.sleep(max(self._since + self._slice_seconds - time.perf_counter(), 0))
         self._since = time.perf_counter()
         self._stats = dataclasses.replace(self._stats, num_slices=self._stats.num_slices + 1)
-        return [self._advance(row) for row in rows]
+        outputs = [self._advance(row) for row in rows]
+        return [output for output in outputs if output.finished or output.request_id not in may_wait]
 
     def _advance(self, row: Row) -> RequestOutput:
         if not row.is_aborted:

@@ -2,16 +2,23 @@
 
 Requests reach the thread through a queue, and outputs return through `call_soon_threadsafe`. The event loop never waits
 for a step of the model, and only this thread calls the engine. `engines.py` limits and routes the requests.
+
+All threads need Python's lock. While the event loop is busy, streams get several tokens at once, so that output for
+many clients does not delay the engine's next slices.
 """
 
 import asyncio
 import contextlib
 import functools
 import queue
+import time
 from collections.abc import AsyncIterator, Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from jaxpaged import Engine, EngineStats, RequestOutput, SamplingParams
+
+LOOP_SHARE = 0.15  # outputs wait if the event loop works for more than this fraction of the time
+MOST_HELD_SECONDS = 0.2  # maximum wait of an output
 
 Request = tuple[list[int], SamplingParams]
 
@@ -23,8 +30,8 @@ class EngineFailedError(Exception):
 class EngineThread[Key: Hashable]:
     """Runs an engine in its own thread, within `running()`. The caller names its requests by keys.
 
-    `_run`, `_do_messages`, `_add`, `_abort` and the inbox messages run in the thread; everything else runs in the event
-    loop.
+    `_run`, `_is_due`, `_do_messages`, `_add`, `_abort` and the inbox messages run in the thread; the rest runs in the
+    event loop.
 
     Attributes:
         stats: the engine's statistics after its last step.
@@ -39,6 +46,9 @@ class EngineThread[Key: Hashable]:
         self._calls: set[Future] = set()
         self._ids: dict[Key, int] = {}  # the engine's request ids; only for the thread, like the next
         self._keys: dict[int, Key] = {}
+        self._begun: set[int] = set()  # the requests that have had output: more of it may wait
+        self._worked = 0.0  # working time of the event loop at the last report
+        self._worked_before, self._since = 0.0, 0.0  # the same, and the clock, when all outputs were last sent
 
     @contextlib.asynccontextmanager
     async def running(
@@ -47,10 +57,12 @@ class EngineThread[Key: Hashable]:
         """Starts the thread, and ends it on exit.
 
         Args:
-            on_outputs: called in the event loop after each step, with the requests that have new output.
+            on_outputs: called in the event loop after each step, with requests that have new output. Their first and
+                last output is delivered at once.
             on_end: called in the event loop when the thread has ended, on exit or after a `failure`.
         """
         self._loop, self._on_outputs = asyncio.get_running_loop(), on_outputs
+        self._worked = self._worked_before = time.thread_time()
         self.engine.on_slice_end = functools.partial(self._inbox.put, lambda: None)  # wakes the thread
         with ThreadPoolExecutor(1, thread_name_prefix="engine") as threads:
             ended = self._loop.run_in_executor(threads, self._run)
@@ -102,16 +114,28 @@ class EngineThread[Key: Hashable]:
     def _report(self, outputs: list[tuple[Key, RequestOutput]], stats: EngineStats) -> None:
         self.stats = stats
         self._on_outputs(outputs)
+        self._worked = time.thread_time()
 
     def _run(self) -> None:
         # A step sends the slice after the running one. Requests that arrive before it are served one slice earlier.
         while self._do_messages():
-            outputs = self.engine.step() if self.engine.has_unfinished_requests else []
+            may_wait = () if self._is_due() else self._begun
+            outputs = self.engine.step(may_wait=may_wait) if self.engine.has_unfinished_requests else []
             new = [(self._keys[output.request_id], output) for output in outputs]
             for output in outputs:
+                self._begun.add(output.request_id)
                 if output.finished:
+                    self._begun.remove(output.request_id)
                     del self._ids[self._keys.pop(output.request_id)]
             self._loop.call_soon_threadsafe(self._report, new, self.engine.stats())
+
+    def _is_due(self) -> bool:
+        """Whether the event loop has been idle long enough since it got all outputs. The caller then sends them all."""
+        now, worked = time.monotonic(), self._worked
+        if now - self._since < min((worked - self._worked_before) / LOOP_SHARE, MOST_HELD_SECONDS):
+            return False
+        self._worked_before, self._since = worked, now
+        return True
 
     def _do_messages(self) -> bool:
         """Handles inbox messages until the engine needs its next step. The end of a slice is a message too.

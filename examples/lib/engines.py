@@ -1,9 +1,6 @@
 """Requests of an event loop to one or several engines: places, routing, outputs, aborts and draining.
 
 Each engine runs in its own thread (`engine_thread.py`). With several engines, `router.py` chooses one for each request.
-
-All threads need Python's lock. While the event loop is busy, streams get several tokens at once, so that output for
-many clients does not delay the engines' next slices.
 """
 
 import asyncio
@@ -12,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import operator
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -20,9 +16,6 @@ from jaxpaged import Engine, EngineStats, RequestOutput, SamplingParams
 from lib.command_line import say
 from lib.engine_thread import EngineFailedError, EngineThread, Request
 from lib.router import Room, Router
-
-LOOP_SHARE = 0.15  # outputs wait if the event loop works for more than this fraction of the time
-MOST_HELD_SECONDS = 0.2  # maximum wait of an output
 
 
 class QueueFullError(Exception):
@@ -44,7 +37,6 @@ class Generation:
         unread: for each request, its latest output, if `outputs` has not read it yet. A slow reader never holds more
             than one output per request.
         has_unread: set when there is unread output or a failure.
-        reported: requests that have had output.
         failure: the error that ended one of its engines.
     """
 
@@ -53,7 +45,6 @@ class Generation:
     engines: list[int] = dataclasses.field(default_factory=list)
     unread: dict[int, RequestOutput] = dataclasses.field(default_factory=dict)
     has_unread: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    reported: set[int] = dataclasses.field(default_factory=set)
     failure: EngineFailedError | None = None
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
@@ -76,7 +67,6 @@ class Generation:
     def put(self, index: int, output: RequestOutput) -> None:
         """Stores an output for `outputs`."""
         self.unread[index] = output
-        self.reported.add(index)
         self.has_unread.set()
 
     def fail(self, failure: EngineFailedError) -> None:
@@ -117,14 +107,9 @@ class Engines:
         self._open: dict[Generation, None] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-        self._held: dict[Key, RequestOutput] = {}  # outputs to be put
-        self._timer: asyncio.TimerHandle | None = None  # delivers them
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        self._loop = asyncio.get_running_loop()
-        # The event loop's working time and the clock at the last delivery.
-        self._worked, self._since = time.thread_time(), time.monotonic()
         async with contextlib.AsyncExitStack() as threads:
             for i, thread in enumerate(self.threads):
                 await threads.enter_async_context(thread.running(self._deliver, functools.partial(self._end, i)))
@@ -233,32 +218,14 @@ class Engines:
             await self._idle.wait()
 
     def _deliver(self, outputs: list[tuple[Key, RequestOutput]]) -> None:
-        """Receives the outputs of one step. Delivers a request's first and last output immediately."""
+        """Receives the outputs of one step."""
         for (generation, index), output in outputs:
-            if output.finished or index not in generation.reported:
-                self._held.pop((generation, index), None)
-                generation.put(index, output)
-            else:
-                self._held[generation, index] = output
+            generation.put(index, output)
             self._set_unfinished(generation, index, sum(one.finish_reason is None for one in output.outputs))
             if output.finished:
                 self.finished.update(str(completion.finish_reason) for completion in output.outputs)
             if not any(generation.unfinished):
                 self._forget(generation)
-        if self._held and self._timer is None:
-            self._deliver_held()
-
-    def _deliver_held(self) -> None:
-        """Delivers waiting outputs, at once or after the event loop has been idle long enough since the last time."""
-        worked, now = time.thread_time(), time.monotonic()
-        rest = min((worked - self._worked) / LOOP_SHARE, MOST_HELD_SECONDS) - (now - self._since)
-        if rest > 0:
-            self._timer = self._loop.call_later(rest, self._deliver_held)
-            return
-        self._worked, self._since, self._timer = worked, now, None
-        held, self._held = self._held, {}
-        for (generation, index), output in held.items():
-            generation.put(index, output)
 
     def _set_unfinished(self, generation: Generation, index: int, count: int) -> None:
         self.num_sent[generation.engines[index]] -= generation.unfinished[index] - count

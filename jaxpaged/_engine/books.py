@@ -188,9 +188,12 @@ class Books:
                 self._drop()
 
     def take_outputs(
-        self, request_ids: Container[int] | None = None, *, finished_only: bool = False
+        self, request_ids: Container[int] | None = None, *, may_wait: Container[int] = (), finished_only: bool = False
     ) -> list[RequestOutput]:
-        """The new output of these requests; by default of all requests from `add_request`."""
+        """The new output of these requests; by default of all requests from `add_request`.
+
+        Unfinished requests are left out, with `may_wait` until a later call, with `finished_only` for good.
+        """
         left, outputs = {}, []
         for request_id, rows in list(self._new_outputs.items()):
             if rows[0].is_dropped:  # by the garbage collector, since the loop began
@@ -198,7 +201,10 @@ class Books:
             if request_id in self.served if request_ids is None else request_id not in request_ids:
                 left[request_id] = rows
                 continue
-            if finished_only and any(row.finish_reason is None for row in rows):
+            can_wait = request_id in may_wait
+            if (finished_only or can_wait) and any(row.finish_reason is None for row in rows):
+                if can_wait:
+                    left[request_id] = rows
                 continue
             outputs.append(make_output(request_id, rows))
             if outputs[-1].finished:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -279,10 +279,14 @@ class Engine:
         self._books.end(rows)
         return bool(rows)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, *, may_wait: Container[int] = ()) -> list[RequestOutput]:
         """Starts a slice, reads the one before it, and returns the requests from `add_request` that have new output.
 
         Ctrl-C loses nothing: call `step` again. Results already returned are not reported again.
+
+        Args:
+            may_wait: ids of requests whose output is returned by a later call without them, or when they finish. To
+                make an output costs the host several microseconds.
 
         Raises:
             RuntimeError: the engine is asleep, or a slice failed. If the slice had started, the donated caches are
@@ -290,7 +294,7 @@ class Engine:
                 failure as its cause. Make another engine, and add the unfinished requests again.
         """
         self._runner.advance()
-        return self._books.take_outputs()
+        return self._books.take_outputs(may_wait=may_wait)
 
     def update_weights(self, weights: Any, *, adapters: Sequence[int] | None = None) -> None:
         """Uses new weights of the same shapes from the next slice on, without compiling.

@@ -52,6 +52,22 @@ def take_tokens(books):
     return [(output.request_id, output.outputs[0].token_ids) for output in books.take_outputs()]
 
 
+def test_output_that_may_wait_comes_later_or_at_the_end(books):
+    first, second = add(books, 2)
+    books.send(2)
+    take(books, places=[0, 1], tokens=[(0, 5), (1, 6)])
+    assert [output.request_id for output in books.take_outputs(may_wait={first})] == [second]
+    books.send(0)
+    take(books, tokens=[(0, 7)])
+    assert books.take_outputs(may_wait={first, second}) == []
+    assert take_tokens(books) == [(first, [5, 7])]
+    books.send(0)
+    take(books, tokens=[(0, 8), (1, 9)], finished=[1])
+    (output,) = books.take_outputs(may_wait={first, second})
+    assert (output.request_id, output.outputs[0].token_ids, output.finished) == (second, [6, 9], True)
+    assert take_tokens(books) == [(first, [5, 7, 8])]
+
+
 def test_a_row_waits_is_sent_and_ends(books):
     first, second = add(books, 2)
     sent = books.send(1)

@@ -100,6 +100,6 @@ def gate(service, monkeypatch):
     """Makes the engine wait before each step while the gate is shut. `is_reached` is true while it waits."""
     engine, gate, is_reached = service.engines.threads[0].engine, threading.Event(), threading.Event()
     step = engine.step
-    monkeypatch.setattr(engine, "step", lambda: is_reached.set() or (gate.wait(60) and step()))
+    monkeypatch.setattr(engine, "step", lambda **how: is_reached.set() or (gate.wait(60) and step(**how)))
     yield SimpleNamespace(set=gate.set, is_reached=is_reached.is_set)
     gate.set()

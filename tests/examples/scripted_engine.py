@@ -63,7 +63,7 @@ class ScriptedEngine:
         for k in range(len(wholes)) if completion is None else [completion][: len(wholes)]:
             wholes[k] = dataclasses.replace(parts[k], finish_reason="abort")
 
-    def step(self):
+    def step(self, *, may_wait=()):  # may return them anyway
         outputs = []
         for request_id, (wholes, parts) in list(self._running.items()):
             for k, whole in enumerate(wholes):

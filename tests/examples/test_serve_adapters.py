@@ -75,7 +75,7 @@ def test_a_slot_is_freed_when_its_last_request_ends(runtime_server, adapters, mo
     engine, may_step = server.engines.threads[0].engine, threading.Event()
     step = engine.step
     assert load_adapter(server, "one", folder)[0] == 200
-    monkeypatch.setattr(engine, "step", lambda: may_step.wait(60) and step())
+    monkeypatch.setattr(engine, "step", lambda **how: may_step.wait(60) and step(**how))
     stream = complete(server, model="one", max_tokens=4, stream=True)
     assert unload_adapter(server, "one")[0] == 200
     content = json.dumps(dict(lora_name="two", lora_path=folder))

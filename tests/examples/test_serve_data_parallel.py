@@ -50,7 +50,7 @@ def gates(pair, monkeypatch):
     events = [threading.Event() for _ in pair.engines.threads]
 
     def gated(step, event):
-        return lambda: event.wait(60) and step()
+        return lambda **how: event.wait(60) and step(**how)
 
     for thread, event in zip(pair.engines.threads, events, strict=True):
         monkeypatch.setattr(thread.engine, "step", gated(thread.engine.step, event))
@@ -175,7 +175,7 @@ def breaking(pair, monkeypatch):
         engine, may_fail = pair.engines.threads[index].engine, threading.Event()
         step = engine.step
 
-        def fail():
+        def fail(**how):
             may_fail.wait(60)
             engine.abort()  # other tests use this engine too
             while engine.has_unfinished_requests:

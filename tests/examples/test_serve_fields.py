@@ -169,8 +169,8 @@ def test_infinite_logprobs_become_very_low_numbers(server, monkeypatch, wrong):
     engine = server.engines.threads[0].engine
     step = engine.step
 
-    def wrong_step():
-        outputs = step()
+    def wrong_step(**how):
+        outputs = step(**how)
         for output in outputs:
             if output.prompt_logprobs is not None:
                 output.prompt_logprobs[1:] = [wrong] * (len(output.prompt_logprobs) - 1)

@@ -60,7 +60,7 @@ def read(server, tmp_path):
 def test_the_numbers_of_the_page_move_while_a_request_runs(server, read, monkeypatch):
     engine, may_step = server.engines.threads[0].engine, threading.Semaphore(0)
     step = engine.step
-    monkeypatch.setattr(engine, "step", lambda: may_step.acquire(timeout=60) and step())
+    monkeypatch.setattr(engine, "step", lambda **how: may_step.acquire(timeout=60) and step(**how))
     wait_for(lambda: read().get("state") == "ok")
     before = read()
     assert [before[name] for name in ("rate", "running", "waiting", "blocks")] == ["0.0", "0", "0", "0 of 64"]

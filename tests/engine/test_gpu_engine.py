@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.engine.test_grammars import MASKS, STATES, VOCABULARY, requests_with_grammars
+from tests.engine.grammar_requests import MASKS, STATES, VOCABULARY, requests_with_grammars
 from tests.toy_model import BLOCKS, SEATS, create_engine, over_heads, requests
 
 pytestmark = pytest.mark.gpu

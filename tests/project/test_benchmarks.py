@@ -22,6 +22,7 @@ from jaxpaged.ops import copy_blocks
 LATENT = "2/1 2x64 head_dim=576 latent=512 cache=float8_e4m3fn scale=token_head"
 TOYS = {
     "allocator.operations": "--toy --operations append 'match_prefix, free'",
+    "engine.changed_logits": "--model toy --seqs 2 --prompt 4 --few 2 --many 6 --repeats 1",
     "engine.grammars": "--toy",
     "engine.online": "--model toy --rates 50 100 --seconds 0.2",
     "engine.profile_slice": "--model toy --requests 9 --warm 1 --slices 2",

@@ -10,13 +10,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.figures import kernel_tables, slice_tables, system_tables
+from benchmarks.figures import kernel_tables, scaling_tables, slice_tables, system_tables
 from benchmarks.figures.cells import Points, machine
 from benchmarks.harness import RESULTS, ROOT
 
 NAMES = (
     *("performance", "cache", "memory_design", "engine_design", "several_gpus", "kernel", "gpus"),
-    *("grammars", "sampling", "your_model"),
+    *("grammars", "sampling", "scaling", "your_model"),
 )
 
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
@@ -62,6 +62,14 @@ TABLES: dict[str, Callable[[Points], str]] = {
     "trainer logprobs": system_tables.trainer_logprobs,
     "grammars": system_tables.grammars,
     "experts": kernel_tables.experts,
+    "scaling checks": scaling_tables.checks,
+    "scaling inputs": scaling_tables.inputs,
+    "scaling steps": scaling_tables.steps,
+    "scaling terms": scaling_tables.terms,
+    "scaling goals": scaling_tables.bars,
+    "fused sums": scaling_tables.fused,
+    "scaling context": scaling_tables.context,
+    "scaling limits": scaling_tables.limits,
 }
 
 

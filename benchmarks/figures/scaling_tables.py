@@ -78,10 +78,10 @@ def h100_checks(points: Points) -> Iterator[Check]:
         yield Check("2 x H100", f"step, {WAYS[way]}", size, measured, step(gpu, link(way), size, 2).us)
 
 
-def engine_step(points: Points, seqs: int, length: int, shape: Shape = LLAMA, n: int = 1) -> float:
-    """A step and the scheduling around it, sums in CUDA graphs."""
+def engine_step(points: Points, seqs: int, length: int) -> float:
+    """A step of an engine on one GPU, with its scheduling."""
     scheduling = points("h200/engine_steps")["steps"]["scheduling_us"]
-    return tensor_parallel(shape, device(points, "h200"), link(), seqs, length, n).us + scheduling
+    return tensor_parallel(LLAMA, device(points, "h200"), link(), seqs, length).us + scheduling
 
 
 def prompt_bounds(points: Points) -> tuple[float, float]:

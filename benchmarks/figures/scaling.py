@@ -12,7 +12,7 @@ import statistics
 
 from benchmarks.figures.cells import Points
 
-# Two H200s, jax 0.11.2, a step of Llama 3 8B's shape with and without its 64 sums (a wrong result), in one session
+# Two H200s, jax 0.11.2, a step of Llama 3 8B's shape with and without its 64 sums (a wrong result), on one day
 # before `several_gpus.json`, by the way of summing. NCCL in CUDA graphs was timed twice. One row sums 8 KB, 64 rows
 # sum 512 KB.
 STEPS_WITH_SUMS = {
@@ -21,12 +21,10 @@ STEPS_WITH_SUMS = {
     "default": {1: 4400, 64: 6420},
 }
 STEPS_WITHOUT_SUMS = {1: 3590, 64: 5140}
-# From the same session: the small kernels of a sharded step of one row (600 launches; one GPU has 334), and an
+# From the same day: the small kernels of a sharded step of one row (600 launches; one GPU has 334), and an
 # exchange of 8 KB outside of CUDA graphs, with one small kernel that prepares it.
 SHARDED_SMALL_OF_ONE_ROW = 1200 / 32
 EXCHANGE_OUTSIDE_GRAPHS = 15.5
-# vLLM's sum of 512 KB together with the norm after it, on two H100s (vLLM's pull request 22086).
-FUSED_SUM = 10.0
 # One layer of gpt-oss-20b's experts on an H100, 64 tokens, all experts computed: measured time over the bytes' time.
 EXPERTS_OVER_BYTES = 590 / 514
 NVLINK = 450e3  # bytes per microsecond and direction on Hopper, by its data sheet
@@ -86,7 +84,6 @@ class Device:
     attention: float  # the same for an attention call
     small: dict[int, float]  # small kernels of a layer
     merge: float  # one small kernel of one row
-    sum_and_norm: float  # the small kernels of a layer that a sum with residual and norm replaces, 64 rows
     memory: float
 
 
@@ -106,7 +103,6 @@ def device(points: Points, gpu: str) -> Device:
         others = [times for key, times in kernels.items() if not key.startswith(("gemm", "nvjet", "paged"))]
         product[rows] = (sum(us for us, _ in products) - floor) / shape.products
         small[rows] = sum(us for us, _ in others) / shape.layers
-    wide = profiled["example 64x2048"]["by_kernel"]
     read = points(f"{gpu}/decode_step")["example 64x2048"]["read_bytes_per_s"] / 1e6
     if gpu == "h200":
         found = points("decisions/products_h200")
@@ -120,7 +116,6 @@ def device(points: Points, gpu: str) -> Device:
         attention=statistics.median(call["us"] - call["bytes"] / read for call in calls),
         small=small,
         merge=small[1] * shape.layers / sum(launches for _, launches in others),
-        sum_and_norm=(wide["loop_add_fusion"][0] + wide["fusion"][0]) / shape.layers,
         memory={"h100": 80e9, "h200": 141e9}[gpu],
     )
 

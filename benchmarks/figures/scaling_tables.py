@@ -11,7 +11,7 @@ from benchmarks.figures.scaling import MXFP4, SHAPES, Device, Link, Shape, Step,
 LLAMA = SHAPES["Llama 3 8B"]
 GROWTH = 46  # tokens that a timed loop has appended to a sequence, on average: `bytes` of `decode_step.json`
 WAYS = {"graphs": "sums in CUDA graphs", "default": "sums by default"}
-# Two H100s, jax 0.11.2, commit fc80bb1: in no result file, and no constant of the model is from this session.
+# Two H100s, jax 0.11.2, commit fc80bb1: in no result file, and no constant of the model is from that run.
 H100_STEPS = {("graphs", "64x2048"): 8290.0, ("default", "64x2048"): 8720.0, ("graphs", "1x8192"): 4630.0}
 
 
@@ -204,16 +204,6 @@ def steps(points: Points) -> str:
     return table((*heads, "tokens/s a GPU, on the fewest", "on 8"), rows)
 
 
-def terms(points: Points) -> str:
-    """Microseconds of the parts of a step on eight GPUs, exchanges all at once."""
-    rows = [
-        [*load.cells(), *(f"{term:,.0f}" for term in dataclasses.astuple(load.step(8, False)))]
-        for load in loads(points)
-    ]
-    names = "weights", "cache", "products", "attention", "small kernels", "exchanges"
-    return table(("model", "sequences x length", *names), rows)
-
-
 @dataclasses.dataclass(frozen=True)
 class Bar:
     text: str
@@ -259,39 +249,6 @@ def bars(points: Points) -> str:
         values = (f"{value:.2f}" for value in (best, ring, free))
         rows.append([bar.text, f"{sign} {bar.needed}", *values, "yes" if met else "no"])
     return table(("goal", "needed", "all at once", "in a ring", "exchanges free", "predicted to be met"), rows)
-
-
-def fused(points: Points) -> str:
-    """With a sum of 10 us that includes residual and norm, for two to eight GPUs."""
-    gpu, over = device(points, "h200"), link()
-    rate = over.rate
-    own = Link(scaling.FUSED_SUM - 64 * 4096 * 2 / rate, rate)
-    quick = dataclasses.replace(gpu, small=gpu.small | {64: gpu.small[64] - gpu.sum_and_norm})
-    one = points("h200/several_gpus")["step 64x2048"]["one"]
-    rows = []
-    for n in (2, 4, 8):
-        found = [
-            tensor_parallel(LLAMA, each, way, 64, 2048 + GROWTH, n).us for each, way in ((gpu, over), (quick, own))
-        ]
-        rows.append([str(n), *(cell for value in found for cell in (us(value), f"{one / value:.2f}"))])
-    return table(
-        ("GPUs", "today's sums, us", "times one", "sums of 10 us with residual and norm, us", "times one"), rows
-    )
-
-
-def context(points: Points) -> str:
-    gpu, rows = device(points, "h200"), []
-    for name, point in points("h200/several_gpus").items():
-        if name.startswith("context"):
-            call = functools.partial(scaling.context_parallel, gpu, point["one"])
-            cells = [times_one(point["one"], functools.partial(call, n)) for n in (2, 4, 8)]
-            rack = f"{point['one'] / call(72):.2f}"
-            rows.append([f"{parse(name.split()[1])[1]:,}", us(point["one"]), *cells, rack])
-    return table(("tokens", "one GPU, us", "2 GPUs, times one", "4 GPUs", "8 GPUs", "72 GPUs, all at once"), rows)
-
-
-def times_one(one: float, call: Callable[..., float]) -> str:
-    return both(lambda ring: one / call(ring=ring), "{:.2f}")
 
 
 def limits(points: Points) -> str:

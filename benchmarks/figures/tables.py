@@ -65,10 +65,7 @@ TABLES: dict[str, Callable[[Points], str]] = {
     "scaling checks": scaling_tables.checks,
     "scaling inputs": scaling_tables.inputs,
     "scaling steps": scaling_tables.steps,
-    "scaling terms": scaling_tables.terms,
     "scaling goals": scaling_tables.bars,
-    "fused sums": scaling_tables.fused,
-    "scaling context": scaling_tables.context,
     "scaling limits": scaling_tables.limits,
 }
 

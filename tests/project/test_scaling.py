@@ -39,7 +39,7 @@ def test_a_wrong_constant_is_found(field):
     assert any(abs(check.ratio - 1) > 0.05 for check in checks)
 
 
-def test_steps_of_one_gpu_and_of_another_session():
+def test_steps_of_one_gpu_and_of_another_run():
     assert all(check.ratio == pytest.approx(1, abs=0.05) for check in scaling_tables.one_gpu_checks(points))
     assert all(check.ratio == pytest.approx(1, abs=0.10) for check in scaling_tables.h100_checks(points))
 

@@ -42,6 +42,7 @@ from lib.llama import Llama
 from lib.llama_config import LlamaConfig
 from lib.replicas import create_engines, load_replicas, replace_adapters
 from lib.router import Router
+from lib.tensor_parallel import repeated_kv_heads
 from lib.tool_formats import FORMATS, find_format
 
 if TYPE_CHECKING:  # from the extra "serve"; imported where it is used, so that --help works without it
@@ -155,14 +156,14 @@ def model_name(path: Path) -> str:
 
 def find_capacity(config: LlamaConfig, args: argparse.Namespace) -> CacheCapacity:
     """Size of the pool that fits into --cache-mb. Raises `RequestError`."""
-    # KV heads are repeated if there are fewer than devices. A latent counts once: each device holds all of it.
-    kv_heads = 1 if config.latent is not None else max(config.num_kv_heads, args.tensor_parallel)
+    # Repeated KV heads count each time. A latent counts once, though each device holds all of it.
+    sizes = repeated_kv_heads(config, args.tensor_parallel).cache_sizes
     try:
         capacity = cache_capacity(
             args.cache_mb * 10**6,
             [min(args.max_model_len, config.context)],
             num_layers=config.num_layers,
-            **config.cache_sizes | dict(num_kv_heads=kv_heads),
+            **sizes,
             block_size=args.block_size,
             dtype=args.dtype,
             windows=config.windows,

@@ -16,7 +16,7 @@ from tests.memory_maps import MemoryMaps
 # Implicit changes of dtype or rank are errors in tests, and so are leaked tracers.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_num_cpu_devices", 4)  # for tests/test_several_devices.py; other tests use the first
+jax.config.update("jax_num_cpu_devices", 8)  # for tests of several devices; other tests use the first
 
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("long", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -1,4 +1,4 @@
-"""Arrays on several devices, here four CPU devices: each one works on its own part, and nothing is gathered."""
+"""Arrays on several devices, here up to eight CPU devices: each one works on its own part, and nothing is gathered."""
 
 import contextlib
 import dataclasses

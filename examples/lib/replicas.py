@@ -42,6 +42,7 @@ def load_replicas(
         model, config, mesh = spread(load, config, tensor_parallel)
         return [Replica(model, config, mesh=mesh)]
     groups = make_mesh(data_parallel * tensor_parallel).devices.reshape(data_parallel, tensor_parallel)
+    repeated_kv_heads(config, tensor_parallel)  # raises before the model is loaded
     with jax.default_device(jax.local_devices(backend="cpu")[0]):  # so that no GPU holds two models
         model = load()
         return [_put(model, config, list(devices)) for devices in groups]

@@ -2,7 +2,8 @@
 
 A layer has two pairs of matrix products, in attention and in the MLP. The first product of a pair is sharded along its
 outputs, the second along its inputs, and llama.py sums over the devices after each pair. Everything else, including the
-allocator, is replicated.
+allocator, is replicated. If there are more devices than KV heads, several devices hold the same KV head, next to each
+other, and each has some of its query heads.
 """
 
 import dataclasses
@@ -44,17 +45,24 @@ def make_mesh(num_devices: int) -> Mesh:
 
 def repeated_kv_heads(config: LlamaConfig, num_devices: int) -> LlamaConfig:
     """The config of the same model with at least one KV head for each device. Raises `DevicesError`."""
-    if num_devices % config.num_kv_heads == 0:  # latent models never read it
-        config = dataclasses.replace(config, num_kv_heads=num_devices)
+    if num_devices == 1:
+        return config
     if config.num_experts:
         raise DevicesError("The model is a gpt-oss, whose experts do not go over several devices here.")
+    if misfit := _find_misfit(config, num_devices):
+        fitting = " or ".join(str(n) for n in range(1, num_devices) if _find_misfit(config, n) is None)
+        raise DevicesError(f"The model's {misfit} do not go evenly over {num_devices} devices; use {fitting}.")
+    return dataclasses.replace(config, num_kv_heads=max(config.num_kv_heads, num_devices))  # latent: never read
+
+
+def _find_misfit(config: LlamaConfig, num_devices: int) -> str | None:
+    """The name and value of a size that cannot be divided by the number of devices."""
     sizes = {name: getattr(config, name) for name in SHARDED}
     if config.routing is not None:
         sizes |= {f"{name} of experts": getattr(config.routing, name) for name in SHARDED_OF_EXPERTS}
-    for name, size in sizes.items():
-        if size % num_devices:
-            raise DevicesError(f"The model's {name}={size} do not go evenly over {num_devices} devices.")
-    return config
+    if num_devices % config.num_kv_heads == 0:
+        del sizes["num_kv_heads"]  # each is repeated
+    return next((f"{name}={size}" for name, size in sizes.items() if size % num_devices), None)
 
 
 def _sharded(config: Any, names: tuple[str, ...], num_devices: int) -> Any:
@@ -84,9 +92,10 @@ def spread(load: Callable[[], Llama], config: LlamaConfig, num_devices: int) -> 
     if num_devices == 1:
         return load(), config, None
     mesh = make_mesh(num_devices)
+    of_caches = repeated_kv_heads(config, num_devices)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):  # so that no GPU holds the whole model
         model = shard_model(load(), config, mesh)
-    return model, repeated_kv_heads(config, num_devices), mesh
+    return model, of_caches, mesh
 
 
 def _cut(

@@ -261,5 +261,5 @@ def test_two_engines_that_are_each_tensor_parallel(server, tiny):
 
 
 def test_too_few_devices_are_refused(tiny):
-    with pytest.raises(DevicesError, match="JAX sees 4 devices; 6 were asked for"):
-        load_replicas(lambda: tiny.model, tiny.config, data_parallel=3, tensor_parallel=2)
+    with pytest.raises(DevicesError, match="JAX sees 8 devices; 10 were asked for"):
+        load_replicas(lambda: tiny.model, tiny.config, data_parallel=5, tensor_parallel=2)

@@ -73,8 +73,8 @@ def test_the_memory_of_the_cache(tiny, capsys, monkeypatch):
     def find_capacity(*options):
         return serve.find_capacity(config, serve.parse_arguments(["--cache-mb=1", "--dtype=float32", *options]))
 
-    devices = 4 * config.num_kv_heads  # each holds one KV head
-    assert find_capacity(f"--tensor-parallel={devices}").bytes_per_token == 4 * bytes_per_token
+    devices = 3 * config.num_kv_heads  # each holds one KV head
+    assert find_capacity(f"--tensor-parallel={devices}").bytes_per_token == 3 * bytes_per_token
     with pytest.raises(RequestError, match=r"--cache-mb 1 is too small: .* holds 0 blocks"):
         find_capacity("--block-size=100000")
     with pytest.raises(SystemExit):

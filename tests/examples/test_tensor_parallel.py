@@ -1,10 +1,13 @@
 """The examples' Llama over several CPU devices: the same tokens as on one device."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import jaxpaged
 from lib.families import read_config
@@ -12,9 +15,11 @@ from lib.fields import Fields
 from lib.generation import generated, run_generation
 from lib.llama import Llama
 from lib.llama_config import LlamaConfig
+from lib.replicas import load_replicas
 from lib.sampling import Sampling
 from lib.start import start
-from lib.tensor_parallel import make_mesh, repeated_kv_heads, shard_model
+from lib.tensor_parallel import CACHE, DevicesError, create_on, make_mesh, repeated_kv_heads, replicate, shard_model
+from tests.compiled import collectives
 from tests.examples.tiny_families import make_config
 
 pytestmark = pytest.mark.slow
@@ -41,7 +46,7 @@ def make_model(config) -> Llama:
 @pytest.mark.parametrize(
     ("num_devices", "config"),
     [
-        (4, small_config(num_kv_heads=2, tie_embeddings=False, **BIASES, **RELATIVES)),
+        (8, small_config(num_kv_heads=2, tie_embeddings=False, **BIASES, **RELATIVES)),
         (2, read_config(Fields(make_config("deepseek_v3")))),
     ],
 )
@@ -67,11 +72,46 @@ def test_tokens_equal_one_device(num_devices, config):
         assert all((other == first).all() for other in others)
 
 
+def test_devices_exchange_only_sums():
+    """The only layer needs two sums, after attention and after the MLP, and the embedding needs one."""
+    config, mesh = small_config(num_kv_heads=2), make_mesh(4)
+    graph, weights = nnx.split(shard_model(make_model(config), config, mesh))
+    sizes = dict(num_blocks=4, block_size=4)
+    of_caches = repeated_kv_heads(config, 4).cache_sizes
+    cache = create_on(mesh, lambda: jaxpaged.KVCache.create(**sizes, **of_caches, dtype="float32"))
+    allocator = jaxpaged.BlockAllocator.create(**sizes, num_seqs=2, max_blocks_per_seq=1)
+
+    def forward(weights, cache, allocator):
+        allocator, slots, _ = allocator.append(jnp.ones(2, jnp.int32))
+        step = jaxpaged.AttentionStep.create(allocator, slots)
+        return nnx.merge(graph, weights)(jnp.array([3, 60]), [cache], step)
+
+    forward = jax.shard_map(forward, mesh=mesh, out_specs=((CACHE,), P()), check_vma=False)
+    text = jax.jit(forward).lower(weights, cache, replicate(mesh, allocator)).compile().as_text()
+    assert collectives(text) == ["all-reduce"] * 3
+
+
+@pytest.mark.parametrize(
+    ("devices", "changes", "message"),
+    [
+        ((1, 8), dict(num_kv_heads=3), "num_kv_heads=3 do not go evenly over 8 devices; use 1 or 3 or 6."),
+        ((2, 4), dict(num_kv_heads=3), "num_kv_heads=3 do not go evenly over 4 devices; use 1 or 3."),
+        ((1, 8), dict(num_kv_heads=4, num_heads=4), "num_heads=4 do not go evenly over 8 devices; use 1 or 2 or 4."),
+        ((1, 8), dict(num_kv_heads=8, hidden_features=36), "hidden_features=36 do not .* use 1 or 2 or 4."),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_before_the_model_is_loaded(devices, changes, message):
+    sizes = dict(num_heads=24, hidden_features=96, vocab_size=96)
+    config = dataclasses.replace(small_config(num_kv_heads=2), **sizes | changes)
+    with pytest.raises(DevicesError, match=message):
+        load_replicas(lambda: pytest.fail("loaded"), config, data_parallel=devices[0], tensor_parallel=devices[1])
+
+
 def test_the_command(tiny, run_generate):
     def run(*options):
         return run_generate(*options, model=tiny.path, prompts=["ab"], tokens=3)
 
     _, one, _ = run()
     assert run("--tensor-parallel", 2)[:2] == (0, one)
-    assert "num_heads=6 do not go evenly over 4 devices." in run("--tensor-parallel", 4)[2]
-    assert "JAX sees 4 devices; 99 were asked for." in run("--tensor-parallel", 99)[2]
+    assert "num_heads=6 do not go evenly over 4 devices; use 1 or 2." in run("--tensor-parallel", 4)[2]
+    assert "JAX sees 8 devices; 99 were asked for." in run("--tensor-parallel", 99)[2]

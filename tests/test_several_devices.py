@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import socket
 import subprocess
@@ -258,12 +259,19 @@ def test_the_kernel_copies_blocks_if_each_device_has_its_part(on_an_h100):
     assert "mosaic_gpu_v2" not in lowered(copy_blocks, partitioned, *ids)
 
 
+INT8 = dict(q_len=2, cache_dtype=jnp.int8, scale_shape="head")
+
+
+def heads_by_tokens(shape) -> jax.sharding.Mesh:
+    return jax.make_mesh(shape, ("heads", "tokens"), devices=jax.devices()[: math.prod(shape)])
+
+
 @pytest.mark.parametrize(
-    ("num_devices", "changes"),
-    [(2, {}), (4, {}), (2, dict(q_len=2, cache_dtype=jnp.int8, scale_shape="head")), (4, dict(q_len=89))],
+    ("shape", "changes"),
+    [((1, 2), {}), ((1, 4), {}), ((1, 2), INT8), ((1, 4), dict(q_len=89)), ((2, 4), INT8), ((4, 2), {})],
     ids=str,
 )
-def test_context_parallel_attention(num_devices, changes):
+def test_context_parallel_attention(shape, changes):
     """Each device attends only to its own tokens: pools, and rows before the start of a sequence, are poisoned. Prompts
     begin and end anywhere in a block."""
     lengths, heads = (0, 1, 63, 64, 200, 130), dict(heads=8, kv_heads=4, options={"sinks": SINKS})
@@ -271,13 +279,51 @@ def test_context_parallel_attention(num_devices, changes):
     if q_len := changes.get("q_len"):
         exists = case.lengths[:, None] + jnp.arange(-q_len, 0)[None] >= 0
         case = case.replace(q=jnp.where(exists[..., None, None], case.q, jnp.nan))
-    attention = functools.partial(context_parallel_attention, axis_name="devices", **case.options)
-    mesh, pool = make_mesh(num_devices), P(None, "devices")
-    specs = P(), pool, pool, P(), P()
-    ours = run_alone(
-        on_parts(attention, mesh, specs, P(), check_vma=False), *put(case.arrays, specs, mesh), but=["all-gather"]
-    )
+
+    def attend(options, *arrays):
+        return context_parallel_attention(*arrays, axis_name="tokens", **options)
+
+    over_heads, pool = P(*[None] * (case.q.ndim - 2), "heads"), P(None, "tokens", "heads")
+    specs = dict.fromkeys(case.options, P("heads")), over_heads, pool, pool, P(), P()
+    mesh = heads_by_tokens(shape)
+    options = {name: jax.device_put(x, NamedSharding(mesh, P("heads"))) for name, x in case.options.items()}
+    arrays = put(case.arrays, specs[1:], mesh)
+    ours = run_alone(on_parts(attend, mesh, specs, over_heads, check_vma=False), options, *arrays, but=["all-gather"])
     assert_close(ours, paged_attention(*case.arrays, **case.options, return_lse=True), atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (4, 2)])
+def test_steps_with_heads_over_one_axis_and_tokens_over_another(shape):
+    """Two prompts that write and attend, against one device."""
+    mesh, sizes = heads_by_tokens(shape), dict(num_blocks=12, block_size=32)
+
+    def step(cache, allocator, q, k, v, num_new, slots_of, attend):
+        allocator, slots, _ = allocator.append(num_new, q_len=40)
+        cache = write_kv(cache, k, v, slots_of(slots))
+        scales = dict(k_scale=cache.k_scale, v_scale=cache.v_scale)
+        out, _ = attend(q, cache.k, cache.v, allocator.block_tables, allocator.lengths, **scales)
+        return cache, allocator, out
+
+    attend = functools.partial(paged_attention, return_lse=True)
+    on_one = jax.jit(functools.partial(step, slots_of=lambda slots: slots, attend=attend))
+    slots_of = functools.partial(context_parallel_slots, block_size=32 // shape[1], axis_name="tokens")
+    attend = functools.partial(context_parallel_attention, axis_name="tokens")
+    pool, over_heads = P(None, "tokens", "heads"), P(None, None, "heads")
+    specs = dict(
+        in_specs=(pool, P(), *[over_heads] * 3, P()), out_specs=(pool, P(), over_heads), mesh=mesh, check_vma=False
+    )
+    on_several = jax.jit(jax.shard_map(functools.partial(step, slots_of=slots_of, attend=attend), **specs))
+
+    cache = KVCache.create(**sizes, num_kv_heads=4, head_dim=8, dtype="int8")  # with scales of tokens and heads
+    theirs = cache, BlockAllocator.create(**sizes, num_seqs=3, max_blocks_per_seq=3)
+    ours = jax.device_put(theirs, (NamedSharding(mesh, pool), NamedSharding(mesh, P())))
+    for seed, num_new in enumerate([[40, 7, 1], [3, 40, 0]]):
+        q, k, v = (jax.random.normal(jax.random.key(seed), (3, 40, heads, 8)) for heads in (8, 4, 4))
+        inputs = q, k, v, jnp.array(num_new)
+        *theirs, expected = on_one(*theirs, *inputs)
+        *ours, out = on_several(*ours, *put(inputs, specs["in_specs"][2:], mesh))
+        assert_close(out, expected)
+        assert_close(ours, theirs, atol=0)
 
 
 def test_context_parallel_slots_and_a_token_of_another_device():

@@ -27,6 +27,7 @@ from tests.examples.serving import (
     wait_for,
 )
 from tests.examples.tiny_checkpoint import EOS, greedy
+from tests.examples.tiny_families import write_family
 
 PROMPTS = ["one and two", "12345678", "three or four", "a page", "five, six, seven", "b", "eight and nine", "the end"]
 
@@ -250,13 +251,25 @@ def test_the_server_ends_when_the_last_engine_fails(two, breaking):
 
 
 @pytest.mark.slow
-def test_two_engines_that_are_each_tensor_parallel(server, tiny):
-    with running(make_service(tiny.path, "--data-parallel=2", "--tensor-parallel=2")) as two:
-        for thread, devices in zip(two.engines.threads, (jax.devices()[:2], jax.devices()[2:4]), strict=True):
+def test_two_engines_that_are_each_tensor_parallel(tmp_path):
+    """Four devices each, which hold the two KV heads twice: the streams of one device."""
+    folder = tmp_path / "model"
+    write_family(folder, "llama", num_hidden_layers=1)
+
+    def stream_all(server):
+        streams = [
+            complete(server, prompt=prompt, max_tokens=12, stream=True, seed=3, temperature=1) for prompt in PROMPTS
+        ]
+        return [text_of(stream) for stream in streams]
+
+    with running(make_service(folder)) as one:
+        expected = stream_all(one)
+    assert len(set(expected)) == len(PROMPTS)
+    with running(make_service(folder, "--data-parallel=2", "--tensor-parallel=4")) as two:
+        for thread, devices in zip(two.engines.threads, (jax.devices()[:4], jax.devices()[4:8]), strict=True):
             arrays = jax.tree.leaves((thread.engine._runner.weights, thread.engine._runner.state))
             assert all(array.devices() == set(devices) for array in arrays)
-        expected = texts(complete(server, prompt=PROMPTS, max_tokens=12))
-        assert texts(complete(two, prompt=PROMPTS, max_tokens=12)) == expected
+        assert stream_all(two) == expected
         assert all(thread.stats.num_generated for thread in two.engines.threads)
 
 

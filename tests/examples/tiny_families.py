@@ -154,7 +154,7 @@ def _shapes(family: str, config: dict) -> dict[str, tuple[int, ...]]:
     shapes = {"model.embed_tokens.weight": (VOCAB, FEATURES), "model.norm.weight": (FEATURES,)}
     if not config.get("tie_word_embeddings", family.startswith("gemma")):
         shapes["lm_head.weight"] = (VOCAB, FEATURES)
-    for i in range(LAYERS):
+    for i in range(config.get("num_hidden_layers", LAYERS)):
         of_layer = _deepseek_shapes(family, config, i) if family.startswith("deepseek") else _layer_shapes(family, i)
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in of_layer.items()}
     return shapes

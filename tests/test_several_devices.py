@@ -207,7 +207,7 @@ def test_the_platform_of_the_call_decides(on_an_h100):
 
 
 def new_cache(**options) -> KVCache:
-    return KVCache.create(num_blocks=8, block_size=16, num_kv_heads=4, head_dim=8, **{"dtype": "float32"} | options)
+    return KVCache.create(num_blocks=8, block_size=16, head_dim=8, **dict(num_kv_heads=4, dtype="float32") | options)
 
 
 def sharded(cache: KVCache, mesh, axis: int = 2) -> KVCache:
@@ -369,10 +369,10 @@ def test_a_kernel_is_called_without_jit():
         assert by_kernel(lambda x: x + 1, lambda x: x + 2, jnp.float32(3)) == 5
 
 
-def settings(heads_axis):
+def settings(heads_axis, num_kv_heads=4):
     return AttentionSettings(
         num_heads=8,
-        num_kv_heads=4,
+        num_kv_heads=num_kv_heads,
         head_dim=8,
         rotary_frequencies=rotary_frequencies(8),
         fused=False,
@@ -408,12 +408,12 @@ def noisy(weights):
     return jax.tree.map(lambda x: x + jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), weights)
 
 
-def nnx_module(mesh):
+def nnx_module(mesh, **sizes):
     """`call(weights, ...)`, the weights, and their sharding metadata; on one device without a mesh."""
     axis = None if mesh is None else "devices"
 
     def make():
-        return nnx.split(jaxpaged.nnx.PagedAttention(FEATURES, settings(axis), rngs=nnx.Rngs(0)))
+        return nnx.split(jaxpaged.nnx.PagedAttention(FEATURES, settings(axis, **sizes), rngs=nnx.Rngs(0)))
 
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         graph, weights = jax.jit(make)()
@@ -445,6 +445,33 @@ def test_a_module_over_heads(make, kind):
     assert_close((cache, out), (expected_cache, expected), atol=1e-5)
     for array in jax.tree.leaves(cache):
         assert array.sharding.shard_shape(array.shape)[2] == 2
+
+
+def test_a_module_with_fewer_kv_heads_than_devices():
+    x, cache, step = module_inputs()
+    call, weights, _ = nnx_module(None)
+    weights = noisy(weights)
+    expected_cache, expected = jax.jit(call)(weights, x, cache, step)
+
+    mesh = make_mesh(8)
+    call, like, _ = nnx_module(mesh)
+    with pytest.raises(ValueError, match=r"The 8 devices of heads_axis must .* num_kv_heads=4.* pass num_kv_heads=8 "):
+        call(like, x, cache, step)
+    call, like, _ = nnx_module(mesh, num_kv_heads=8)
+
+    whole = dict(nnx.to_flat_state(weights))
+
+    def repeat(path, shards):
+        weight = whole[path][...]
+        if path[0] in ("k_proj", "v_proj"):
+            weight = jnp.repeat(weight.reshape(-1, 4, 8), 2, axis=1).reshape(shards.shape)
+        return shards.replace(jax.device_put(weight, shards[...].sharding))
+
+    weights = nnx.map_state(repeat, like)
+    cache = sharded(new_cache(num_kv_heads=8), mesh)
+    cache, out = run_alone(call, weights, x, cache, step, but=["all-reduce"])
+    assert_close(out, expected, atol=1e-5)
+    assert_close(np.asarray(cache.k), np.repeat(expected_cache.k, 2, axis=2), atol=1e-5)
 
 
 def test_heads_of_a_module_by_a_logical_axis_name():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -141,6 +142,17 @@ def output_features(settings: AttentionSettings, projection: str) -> int:
     }[projection]
 
 
+def _check_heads(name: str, heads: int, projection: jax.Array) -> None:
+    """Raises `ValueError` if the projection, `[..., heads * head_dim]`, is sharded within heads of an explicit mesh."""
+    sharding = jax.typeof(projection).sharding
+    devices = math.prod(sharding.mesh.shape[axis] for axis in jax.tree.leaves(sharding.spec[-1]))
+    if heads % devices:
+        raise ValueError(
+            f"The {devices} devices of heads_axis must divide the heads; got {name}={heads}. If there are fewer KV "
+            f"heads than devices, pass num_kv_heads={devices} and repeat each head's columns of k_proj and v_proj."
+        )
+
+
 def project_and_attend[C: (KVCache, CacheLayer)](
     settings: AttentionSettings,
     x: jax.Array,  # [..., features], in the layout of the step
@@ -160,6 +172,8 @@ def project_and_attend[C: (KVCache, CacheLayer)](
         projected = settings.split(project("qkv_proj"))
     else:
         projected = [project(name) for name in ("q_proj", "k_proj", "v_proj")]
+        for name, projection in zip(("num_heads", "num_kv_heads"), projected, strict=False):
+            _check_heads(name, getattr(settings, name), projection)
     q, k, v = (x.reshape(*x.shape[:-1], -1, settings.head_dim) for x in projected)
     if norms is not None:
         q, k = norms[0](q), norms[1](k)

@@ -36,7 +36,7 @@ def context_parallel_attention(
     For use inside `jax.shard_map`. Every block is divided evenly among the n devices: device i holds the i-th
     `block_size / n` tokens, where `block_size` is the allocator's. Tables, lengths and allocator are the same on all
     devices. Make the cache with the allocator's block size, shard it with `PartitionSpec(None, axis_name)`, and write
-    with `context_parallel_slots`.
+    with `context_parallel_slots`. Another mesh axis may shard the heads of q, caches, sinks and scales.
 
     Each device attends to its own tokens. One `all_gather` of `(head_dim + 1) * 4` bytes per query and head then
     collects the outputs and lses.
@@ -49,8 +49,8 @@ def context_parallel_attention(
     over all sequences (32/8 heads, head_dim 128). For a smaller pool, use a mesh axis of one device.
 
     Args:
-        q: `[seqs, heads, head_dim]` or `[seqs, q_len, heads, head_dim]`, as in `paged_attention`, the same on every
-            device.
+        q: `[seqs, heads, head_dim]` or `[seqs, q_len, heads, head_dim]`, as in `paged_attention`, the same on all
+            devices of the axis.
         k_cache: this device's keys, `[blocks, block_size / n, kv_heads, head_dim]`.
         v_cache: this device's values, as `k_cache`.
         block_tables: int32 `[seqs, max_blocks]`, the allocator's tables.
@@ -62,7 +62,7 @@ def context_parallel_attention(
 
     Returns:
         The output, in q's shape and dtype, and the lse, f32 `[seqs, heads]` or `[seqs, q_len, heads]`; the same on
-            every device. Each device's output is rounded to q's dtype before the merge in float32.
+            all devices of the axis. Each device's output is rounded to q's dtype before the merge in float32.
 
     Raises:
         ValueError: as `paged_attention`.

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import gc
 from types import SimpleNamespace
 from unittest import mock
 
@@ -216,6 +217,27 @@ def one_kind_of_steps():
 
 
 ENGINES: list[Engine] = []  # shared by tests; they have no requests after each test
+CACHED: list[tuple] = []  # functions of `until_module_ends`, and what they returned
+
+
+def until_module_ends(create):
+    """A cache of engines up to the last test of a module, because each engine keeps thousands of memory maps."""
+
+    @functools.cache
+    def cached(*args, **options):
+        created = create(*args, **options)
+        CACHED.append((cached, created))
+        return created
+
+    return cached
+
+
+def drop_cached():
+    for cached, created in CACHED:
+        cached.cache_clear()
+        ENGINES[:] = [engine for engine in ENGINES if engine is not created]
+    CACHED.clear()
+    gc.collect()
 
 
 @functools.cache

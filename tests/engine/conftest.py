@@ -2,7 +2,13 @@
 
 import pytest
 
-from tests.toy_model import ENGINES, assert_idle
+from tests.toy_model import ENGINES, assert_idle, drop_cached
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _drop_cached():
+    yield
+    drop_cached()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Adapters: a request's tokens equal the tokens of merged weights, whatever adapters other requests have."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +27,7 @@ from tests.toy_model import (
     random_weights,
     requests,
     tokens_of,
+    until_module_ends,
 )
 
 pytestmark = pytest.mark.usefixtures("idle_engines", "one_kind")
@@ -73,7 +73,7 @@ def with_adapters(adapters):
     return random_weights() | {"adapters": adapters}
 
 
-@functools.cache
+@until_module_ends
 def create_adapted_engine(**options):
     model = dict(model=adapted, head=adapted_head, weights=with_adapters(random_adapters()))
     ENGINES.append(create_engine(**model, num_adapters=NUM_ADAPTERS, widths=(), prefix_cache=True, **options))

@@ -1,8 +1,6 @@
 """Engines whose requests change logits, by parameters and by `process_logits`: tokens, logprobs and errors."""
 
 import dataclasses
-import functools
-import gc
 import itertools
 
 import jax.numpy as jnp
@@ -41,6 +39,7 @@ from tests.toy_model import (
     requests,
     shared_engine,
     tokens_of,
+    until_module_ends,
 )
 
 pytestmark = pytest.mark.usefixtures("idle_engines")
@@ -138,17 +137,7 @@ def model_of_everything(logits, prompt, new, params):
     return x
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _drop_engine():
-    """The engine keeps thousands of memory maps."""
-    yield
-    if engine_with_function.cache_info().currsize:
-        ENGINES.remove(engine_with_function())
-        engine_with_function.cache_clear()
-        gc.collect()
-
-
-@functools.cache
+@until_module_ends
 def engine_with_function():
     options = dict(num_speculative_tokens=2, batch_invariant=True, prefix_cache=True, num_adapters=2)
     ENGINES.append(create_engine(process_logits=function_of_everything, **options, **FUNCTION_SIZES))

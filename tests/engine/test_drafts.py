@@ -1,7 +1,6 @@
 """Drafts: equal tokens with and without drafts, the choice of drafts, and when drafts pay."""
 
 import dataclasses
-import functools
 from types import SimpleNamespace
 from unittest import mock
 
@@ -34,6 +33,7 @@ from tests.toy_model import (
     requests,
     shared_engine,
     tokens_of,
+    until_module_ends,
 )
 
 pytestmark = pytest.mark.usefixtures("idle_engines")
@@ -59,7 +59,7 @@ def answer_weights(texts=(), errors=0, seed=0):
     return random_weights(seed) | {"answers": jnp.asarray(answers), "errors": jnp.int32(errors)}
 
 
-@functools.cache
+@until_module_ends
 def create_drafting_engine():
     options = dict(widths=(2 * SEATS,), num_speculative_tokens=DRAFTS, prefix_cache=True, shares=True)
     ENGINES.append(create_engine(weights=answer_weights(), draft=draft_answers, **options))

@@ -47,6 +47,7 @@ from tests.toy_model import (
     requests,
     shared_engine,
     tokens_of,
+    until_module_ends,
 )
 
 pytestmark = pytest.mark.usefixtures("idle_engines")
@@ -395,7 +396,7 @@ def apply_to_two_caches(weights, tokens, positions, caches, step):
     return [cache for cache, _ in both], both[0][1]
 
 
-@functools.cache
+@until_module_ends
 def scaled_engine():
     """An engine whose caches are a tuple that `apply` returns as a list, with a number as a weight, and a prefix cache
     whose blocks are longer than any request."""

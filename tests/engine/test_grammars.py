@@ -1,8 +1,6 @@
 """Engines whose requests follow grammars: tokens, ends, room on the device, and errors."""
 
 import dataclasses
-import functools
-import gc
 import re
 
 import jax.numpy as jnp
@@ -43,29 +41,17 @@ from tests.toy_model import (
     not_compiled,
     over_heads,
     random_weights,
+    until_module_ends,
 )
 
 pytestmark = pytest.mark.usefixtures("idle_engines")
 
-OWN_ENGINES = []
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _drop_engines():
-    """Each engine keeps thousands of memory maps."""
-    yield
-    ENGINES[:] = [engine for engine in ENGINES if engine not in OWN_ENGINES]
-    OWN_ENGINES.clear()
-    shared_engine.cache_clear()
-    gc.collect()
-
-
-@functools.cache
+@until_module_ends
 def shared_engine(**options):
     sizes = dict(num_stop_ids=3, num_grammar_states=STATES, num_grammar_masks=MASKS)
     engine = create_engine(vocabulary=VOCABULARY, **sizes | options)
     ENGINES.append(engine)
-    OWN_ENGINES.append(engine)
     return engine
 
 

@@ -18,6 +18,7 @@ from tests.toy_model import (
     greedy,
     not_compiled,
     tokens_of,
+    until_module_ends,
 )
 
 MAX_LENGTH = 72
@@ -27,7 +28,7 @@ FAMILIES = {  # the windows of their layers: no multiple of a block, and shorter
 }
 
 
-@functools.cache
+@until_module_ends
 def engine(family, *, more_blocks=0, **options):
     """An engine whose pool has blocks for the longest request and a few more."""
     groups, columns = layer_groups(FAMILIES[family]).windows, -(-(MAX_LENGTH - 1) // BLOCK_SIZE)

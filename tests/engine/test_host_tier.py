@@ -33,6 +33,7 @@ from tests.toy_model import (
     operations_on,
     random_weights,
     tokens_of,
+    until_module_ends,
     with_blocks_back,
     without_blocks,
 )
@@ -40,7 +41,7 @@ from tests.toy_model import (
 CHUNK = 8
 
 
-@functools.cache
+@until_module_ends
 def tight_engine():
     """An engine whose pool has blocks for two requests at their limit."""
     options = dict(prefix_cache=True, host_cache_bytes=10**6, batch_invariant=True, chunk_tokens=CHUNK)

@@ -185,7 +185,7 @@ def test_draining_does_not_wait_for_a_slow_prompt(service, monkeypatch):
 def test_an_engine_that_fails_ends_the_server(service, monkeypatch, error):
     engine = service.engines.threads[0].engine
 
-    def fail():
+    def fail(**how):
         engine.abort()
         monkeypatch.undo()
         while engine.has_unfinished_requests:

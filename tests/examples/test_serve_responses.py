@@ -269,7 +269,7 @@ def test_a_request_needs_the_key(server):
 def test_an_engine_that_fails_ends_the_stream_with_an_event(monkeypatch):
     with running(scripted_service("hermes")) as server:
 
-        def fail():
+        def fail(**how):
             raise ValueError("boom")
 
         monkeypatch.setattr(engine_of(server.service), "step", fail)

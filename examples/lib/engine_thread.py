@@ -10,6 +10,7 @@ many clients does not delay the engine's next slices.
 import asyncio
 import contextlib
 import functools
+import math
 import queue
 import time
 from collections.abc import AsyncIterator, Callable, Hashable
@@ -30,8 +31,8 @@ class EngineFailedError(Exception):
 class EngineThread[Key: Hashable]:
     """Runs an engine in its own thread, within `running()`. The caller names its requests by keys.
 
-    `_run`, `_is_due`, `_do_messages`, `_add`, `_abort` and the inbox messages run in the thread; the rest runs in the
-    event loop.
+    `_run`, `_do_messages`, `_add`, `_abort` and the inbox messages run in the thread; everything else runs in the event
+    loop.
 
     Attributes:
         stats: the engine's statistics after its last step.
@@ -47,8 +48,8 @@ class EngineThread[Key: Hashable]:
         self._ids: dict[Key, int] = {}  # the engine's request ids; only for the thread, like the next
         self._keys: dict[int, Key] = {}
         self._begun: set[int] = set()  # the requests that have had output: more of it may wait
-        self._worked = 0.0  # working time of the event loop at the last report
-        self._worked_before, self._since = 0.0, 0.0  # the same, and the clock, when all outputs were last sent
+        self._due = 0.0  # when the event loop gets all outputs again
+        self._worked = 0.0  # the event loop's working time after it got all outputs
 
     @contextlib.asynccontextmanager
     async def running(
@@ -62,7 +63,7 @@ class EngineThread[Key: Hashable]:
             on_end: called in the event loop when the thread has ended, on exit or after a `failure`.
         """
         self._loop, self._on_outputs = asyncio.get_running_loop(), on_outputs
-        self._worked = self._worked_before = time.thread_time()
+        self._worked = time.thread_time()
         self.engine.on_slice_end = functools.partial(self._inbox.put, lambda: None)  # wakes the thread
         with ThreadPoolExecutor(1, thread_name_prefix="engine") as threads:
             ended = self._loop.run_in_executor(threads, self._run)
@@ -111,15 +112,24 @@ class EngineThread[Key: Hashable]:
                     result.set_exception(EngineFailedError("The engine failed."))
         on_end()
 
-    def _report(self, outputs: list[tuple[Key, RequestOutput]], stats: EngineStats) -> None:
+    def _report(self, outputs: list[tuple[Key, RequestOutput]], stats: EngineStats, is_all: bool) -> None:
         self.stats = stats
         self._on_outputs(outputs)
-        self._worked = time.thread_time()
+        if is_all:
+            self._loop.call_soon(self._rest, time.monotonic())  # after the coroutines that the outputs wake
+
+    def _rest(self, since: float) -> None:
+        """Lets the event loop rest: it gets all outputs again when it has been idle long enough."""
+        worked = time.thread_time()
+        self._due = since + min((worked - self._worked) / LOOP_SHARE, MOST_HELD_SECONDS)
+        self._worked = worked
 
     def _run(self) -> None:
         # A step sends the slice after the running one. Requests that arrive before it are served one slice earlier.
         while self._do_messages():
-            may_wait = () if self._is_due() else self._begun
+            if is_due := time.monotonic() >= self._due:
+                self._due = math.inf  # until the event loop has worked on them
+            may_wait = () if is_due else self._begun
             outputs = self.engine.step(may_wait=may_wait) if self.engine.has_unfinished_requests else []
             new = [(self._keys[output.request_id], output) for output in outputs]
             for output in outputs:
@@ -127,15 +137,7 @@ class EngineThread[Key: Hashable]:
                 if output.finished:
                     self._begun.remove(output.request_id)
                     del self._ids[self._keys.pop(output.request_id)]
-            self._loop.call_soon_threadsafe(self._report, new, self.engine.stats())
-
-    def _is_due(self) -> bool:
-        """Whether the event loop has been idle long enough since it got all outputs. The caller then sends them all."""
-        now, worked = time.monotonic(), self._worked
-        if now - self._since < min((worked - self._worked_before) / LOOP_SHARE, MOST_HELD_SECONDS):
-            return False
-        self._worked_before, self._since = worked, now
-        return True
+            self._loop.call_soon_threadsafe(self._report, new, self.engine.stats(), is_due)
 
     def _do_messages(self) -> bool:
         """Handles inbox messages until the engine needs its next step. The end of a slice is a message too.

@@ -5,7 +5,6 @@ the host that is addressed by slot and written in the order of the steps, like t
 """
 
 import itertools
-import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from jaxpaged._engine.host_tier.tier import Moves
 from jaxpaged._engine.requests import CompletionState
 from jaxpaged._slice.options import ResolvedOptions
 from jaxpaged._slice.prompt_aux import RowsAux
+from jaxpaged._slice.pytrees import at
 from jaxpaged._slice.state import Report
 
 
@@ -89,10 +89,6 @@ class PromptAux:
 def zeros(like: Any, *sizes: int) -> Any:
     """NumPy arrays `[*sizes, ...]`. `like`: shapes and dtypes of one element."""
     return jax.tree.map(lambda x: np.zeros((*sizes, *x.shape), x.dtype), like)
-
-
-def at[T](index: Any, tree: T) -> T:
-    return jax.tree.map(operator.itemgetter(index), tree)
 
 
 def put(old: Any, where: Any, new: Any) -> None:

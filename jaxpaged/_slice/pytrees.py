@@ -1,5 +1,6 @@
-"""Comparison of pytrees."""
+"""Comparison of pytrees, and parts of their arrays."""
 
+import operator
 from typing import Any
 
 import jax
@@ -24,6 +25,11 @@ def difference(before: Any, after: Any) -> str | None:
 
 def _text(leaves: dict[Any, Any], path: Any) -> str:
     return f"{jnp.result_type(leaves[path])}{list(np.shape(leaves[path]))}" if path in leaves else "not there"
+
+
+def at[T](index: Any, tree: T) -> T:
+    """The tree with `array[index]` of each array."""
+    return jax.tree.map(operator.itemgetter(index), tree)
 
 
 def describe(x: Any) -> str:

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import itertools
-import operator
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -15,6 +14,7 @@ import numpy as np
 from jaxpaged._engine.host_tier.copies import HostCopies, Run
 from jaxpaged._engine.requests import CompletionState
 from jaxpaged._slice.host_pages import Page
+from jaxpaged._slice.pytrees import at
 from jaxpaged._slice.state import Report, State
 
 Keys = list[bytes]  # one per full block of a prompt: a hash of the block's tokens and all tokens before them
@@ -171,7 +171,7 @@ class HostTier:
             pages = [self._places[key] for key in last_keys]
             run.pages = self._copies.bring([kept.page for kept in pages])
             aux = jax.tree.map(lambda *parts: np.concatenate(parts), *(kept.aux for kept in pages))
-            run.aux = jax.tree.map(operator.itemgetter(slice(end - begin)), aux)
+            run.aux = at(slice(end - begin), aux)
             notes.failed_to_come = False
             self._coming = dict.fromkeys(run.moved, run) | self._coming
 
@@ -280,7 +280,7 @@ class HostTier:
                 if (old := self._places.get(key)) is not None and old.keys[-1] == key:
                     self._drop(old)  # the new page has all of its blocks
             index = slice(begin - run.begin, begin - run.begin + len(keys))
-            kept = Kept(keys, run.salt, page, jax.tree.map(operator.itemgetter(index), run.aux))
+            kept = Kept(keys, run.salt, page, at(index, run.aux))
             self._pages[kept] = None
             self._places |= dict.fromkeys(keys, kept)
         self._touch(run.keys)

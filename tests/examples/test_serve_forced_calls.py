@@ -10,18 +10,9 @@ import pytest
 from lib.strict_calls import moved
 from lib.tool_formats import FORMATS
 from tests.examples.serving import KEY, chat, running
+from tests.examples.written_calls import FORECAST, NOW
 
-CITY = {
-    "type": "object",
-    "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer", "minimum": 1, "maximum": 14}},
-    "required": ["city", "days"],
-    "$defs": {"city": {"enum": ["Rome", "Paris"]}},
-    "additionalProperties": False,
-}
-TOOLS = [
-    {"type": "function", "function": {"name": "forecast", "parameters": CITY, "strict": True}},
-    {"type": "function", "function": {"name": "now"}},
-]
+TOOLS = [FORECAST, NOW]
 ONE = {"type": "function", "function": {"name": "forecast"}}
 
 

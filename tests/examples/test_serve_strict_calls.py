@@ -11,17 +11,9 @@ from lib.tool_formats import FORMATS
 from tests.examples.equal_logits import all_parts, bias
 from tests.examples.scripted_engine import merged
 from tests.examples.serving import chat, running
+from tests.examples.written_calls import CITY, FORECAST, NOW
 
-CITY = {
-    "type": "object",
-    "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer", "minimum": 1, "maximum": 14}},
-    "required": ["city", "days"],
-    "$defs": {"city": {"enum": ["Rome", "Paris"]}},
-    "additionalProperties": False,
-}
-FORECAST = {"type": "function", "function": {"name": "forecast", "parameters": CITY, "strict": True}}
 LENIENT = {"type": "function", "function": {"name": "forecast", "parameters": CITY}}
-NOW = {"type": "function", "function": {"name": "now"}}
 # Weights of tokens that begin calls, and a text that only begins a call.
 BEGINS = {
     "hermes": ({"<tool_call>": 5, ". <tool_call>\n": 5}, "<tool_call>"),

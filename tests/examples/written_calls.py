@@ -10,6 +10,15 @@ WEATHER = {
 }
 MULTIPLY = {"type": "function", "function": {"name": "multiply"}}
 TOOLS = [WEATHER, MULTIPLY]
+CITY = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer", "minimum": 1, "maximum": 14}},
+    "required": ["city", "days"],
+    "$defs": {"city": {"enum": ["Rome", "Paris"]}},
+    "additionalProperties": False,
+}
+FORECAST = {"type": "function", "function": {"name": "forecast", "parameters": CITY, "strict": True}}
+NOW = {"type": "function", "function": {"name": "now"}}
 
 
 def calls_text(name, *calls):

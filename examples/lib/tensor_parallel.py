@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -103,29 +103,41 @@ def _cut(
 ) -> jax.Array:
     """Shards a weight over the mesh, along the axis in which one device's `shape` differs from the weight's."""
     *_, module, kind = map(str, path)
-    array = np.asarray(weight)
-    axis = next((i for i, (size, own) in enumerate(zip(array.shape, shape, strict=True)) if size != own), None)
+    axis = next((i for i, (size, own) in enumerate(zip(weight.shape, shape, strict=True)) if size != own), None)
     if axis is None:
         if module in ("o_proj", "down_proj"):  # a bias, which each device adds
-            array = (array / mesh.size).astype(array.dtype)
-        return jax.device_put(array, NamedSharding(mesh, P()))
-    parts = parts_of(kind if module == "experts" else module, array.shape[axis], config)
-    if len(parts) > 1:
-        array = _interleave(array, axis, parts, config.head_dim, repeats, mesh.size)
-    return jax.device_put(array, NamedSharding(mesh, P(*[None] * axis, AXIS)))
+            weight = (weight / mesh.size).astype(weight.dtype)
+        return jax.device_put(weight, NamedSharding(mesh, P()))
+    parts = parts_of(kind if module == "experts" else module, weight.shape[axis], config)
+    copies = [repeats if name in ("k_proj", "v_proj") else 1 for name in parts]
+    shards = _split(weight, axis=axis, parts=tuple(zip(parts.values(), copies, strict=True)), num_devices=mesh.size)
+    where, devices = NamedSharding(mesh, P(*[None] * axis, AXIS)), mesh.devices.flat
+    whole = (*weight.shape[:axis], shape[axis] * mesh.size, *weight.shape[axis + 1 :])
+    sharded = jax.make_array_from_single_device_arrays(
+        whole, where, [jax.device_put(shard, device) for shard, device in zip(shards, devices, strict=True)]
+    )
+    return sharded.block_until_ready()  # so that shards of only one weight wait on the model's device
 
 
-def _interleave(
-    array: np.ndarray, axis: int, parts: dict[str, int], head_dim: int, repeats: int, num_devices: int
-) -> np.ndarray:
-    """Reorders columns so that each device's q, k and v are adjacent."""
-    pieces = []
-    for name, part in zip(parts, np.split(array, np.cumsum(list(parts.values()))[:-1], axis), strict=True):
-        if name in ("k_proj", "v_proj") and repeats > 1:
-            heads = np.split(part, part.shape[axis] // head_dim, axis)
-            part = np.concatenate([head for head in heads for _ in range(repeats)], axis)
-        pieces.append(np.split(part, num_devices, axis))
-    return np.concatenate([piece[device] for device in range(num_devices) for piece in pieces], axis)
+@functools.partial(jax.jit, static_argnames=("axis", "parts", "num_devices"))
+def _split(
+    weight: jax.Array, *, axis: int, parts: tuple[tuple[int, int], ...], num_devices: int
+) -> tuple[jax.Array, ...]:
+    """One shard per device, with the device's features of each part next to each other.
+
+    `parts` are sizes along the axis, each with the number of adjacent devices that hold the same features.
+    """
+
+    def shard(device: int) -> jax.Array:
+        own, begin = [], 0
+        for size, copies in parts:
+            size_of_device = size * copies // num_devices
+            first = begin + device // copies * size_of_device
+            own.append(jax.lax.slice_in_dim(weight, first, first + size_of_device, axis=axis))
+            begin += size
+        return jnp.concatenate(own, axis)
+
+    return tuple(map(shard, range(num_devices)))
 
 
 def create_on(mesh: Mesh, create: Callable[[], jaxpaged.KVCache]) -> jaxpaged.KVCache:

@@ -81,17 +81,19 @@ def kernel_times(run: Callable[[], Any]) -> list[tuple[str, float]]:
 
 @contextlib.contextmanager
 def traced(events: list[Event]) -> Iterator[None]:
-    """Adds the GPU's events inside the context, in order, by JAX's profiler."""
+    """Adds the events of the first GPU inside the context, in order, by JAX's profiler."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             yield
         data = jax.profiler.ProfileData.from_file(str(next(Path(folder).rglob("*.xplane.pb"))))
+        streams = {
+            plane.name: lines
+            for plane in data.planes
+            if "GPU" in plane.name and (lines := [line for line in plane.lines if line.name.startswith("Stream")])
+        }
         events += sorted(
             (event.start_ns / 1e3, (event.start_ns + event.duration_ns) / 1e3, event.name)
-            for plane in data.planes
-            if "GPU" in plane.name
-            for line in plane.lines
-            if line.name.startswith("Stream")
+            for line in streams.get(min(streams, default=""), [])
             for event in line.events
         )
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -102,3 +103,11 @@ def run_work(engine: Engine, work: Sequence[Request], *, longest_first: bool = F
     with contextlib.nullcontext() if longest_first else unsorted:
         outputs = engine.generate(prompts, params)
     return sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+
+
+def time_work(engine: Engine, work: Sequence[Request]) -> float:
+    """Microseconds for all of `work`."""
+    begin = time.perf_counter()
+    if run_work(engine, work) != sum(new for _, new in work):
+        raise AssertionError("not all tokens came")
+    return (time.perf_counter() - begin) * 1e6

@@ -1,0 +1,127 @@
+"""The part `engine` of several_gpus.py: engines with a model's heads over several GPUs, and the engine of one GPU.
+
+The model has Llama-3-8B's shape (examples/lib/llama.py) and random bfloat16 weights. Requests, seats, chunks and the
+pool are the same as in throughput.py; requests are greedy and start in the order given. `--engines` selects engines:
+
+- one: on one GPU;
+- default: over all GPUs, with the engine's own options for XLA;
+- graphs: the same with NCCL inside CUDA graphs, as in "XLA's options" of docs/several_gpus.md.
+
+The logprobs of some prompts must equal the first engine's up to rounding, and each request must get all its tokens. An
+engine's time until it is ready begins with the model on the first GPU and ends with the engine's first tokens. Points:
+
+- ready: the seconds of each start, and of the sharding in it;
+- a number of requests: microseconds for all;
+- prompts, tokens: the kernels of the first GPU, in microseconds per step and launches per step, in steps with chunks of
+  prompts, and in steps with single tokens only. An all-reduce waits for the slowest GPU, and its time includes that.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from benchmarks.engine.model import CONFIGS, fill
+from benchmarks.engine.profile_slice import SHOWN, run_slices, split
+from benchmarks.engine.throughput import worst_nats
+from benchmarks.engine.workload import BLOCK_SIZE, SIZES, Request, time_work, workload
+from benchmarks.harness import Event, Store, by_kernel, traced
+from jaxpaged import Engine, EngineOptions, SamplingParams
+from jaxpaged._engine.defaults import COMPILER_OPTIONS
+from lib.engine_llama import create_engine
+from lib.llama import Llama
+from lib.tensor_parallel import shard_model
+
+# Options of XLA; None: the engine's own.
+ENGINES: dict[str, dict[str, Any] | None] = {
+    "one": None,
+    "default": None,
+    "graphs": COMPILER_OPTIONS
+    | {
+        "xla_gpu_experimental_use_collective_kernels": "",
+        "xla_gpu_enable_command_buffer": (
+            "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,COLLECTIVES"
+        ),
+    },
+}
+SEATS = CHUNK = 512  # as the engine of throughput.py chooses them
+NUM_REQUESTS = 2048  # in h200/engine_8b.json; fewer are the first of these
+NUM_SCORED = 16  # prompts whose logprobs are compared
+PROFILED_STEPS = 8
+# Steps before a profile. 512 requests in 512 seats have chunks of prompts in their first 155 steps or more.
+PROFILES = {"prompts": 16, "tokens": 240}
+
+
+def random_model(name: str) -> Llama:
+    config = CONFIGS[name]
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))))
+    return nnx.merge(graph, jax.block_until_ready(fill(shapes)))
+
+
+def start(name: str, model: Llama, mesh: Mesh, model_name: str) -> tuple[Engine, dict[str, float]]:
+    """The engine, after its first tokens, and the seconds of its start."""
+    sizes, begin = SIZES[model_name], time.perf_counter()
+    if name != "one":
+        model = shard_model(model, CONFIGS[model_name], mesh)
+    shard_seconds = time.perf_counter() - begin
+    engine = create_engine(
+        model,
+        CONFIGS[model_name],
+        options=EngineOptions(
+            max_num_seqs=sizes.seats or SEATS,
+            max_model_len=2 * sizes.longest,
+            chunk_tokens=sizes.chunk or CHUNK,
+            compiler_options=ENGINES[name],
+        ),
+        block_size=BLOCK_SIZE,
+        dtype="bfloat16",
+        num_blocks=sizes.num_blocks,
+        mesh=None if name == "one" else mesh,
+    )
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+    return engine, dict(seconds=time.perf_counter() - begin, shard_seconds=shard_seconds)
+
+
+def profile(engine: Engine, work: Sequence[Request], first_step: int) -> dict[str, Any]:
+    """The kinds of `PROFILED_STEPS` steps or a few more, the GPU's milliseconds, and the longest kernels."""
+    steps_per_slice, events = engine.stats().steps_per_slice, list[Event]()
+    num_warm, num_slices = (math.ceil(steps / steps_per_slice) for steps in (first_step, PROFILED_STEPS))
+    _, kinds = run_slices(engine, work, num_warm, num_slices, traced(events))
+    kinds = {kind: count for kind, count in kinds.items() if count}
+    times = by_kernel([(name, end - begin) for begin, end, name in events], max(sum(kinds.values()), 1))
+    return dict(steps=kinds, **split(events), kernels=dict(itertools.islice(times.items(), SHOWN)))
+
+
+def sharded_engine(store: Store, counts: Sequence[int], mesh: Mesh, names: Sequence[str], *, toy: bool) -> None:
+    """Adds the points of the named engines to the store. Engines and numbers that have a point are not timed again."""
+    model_name, expected = "toy" if toy else "8b", None
+    model, longest = random_model(model_name), SIZES[model_name].longest
+    requests = workload(max(NUM_REQUESTS, *counts), longest)
+    prompts = [prompt for prompt, _ in requests[:NUM_SCORED]]
+
+    def add(point: str, key: str, value: Any) -> None:
+        store.add(point, store.points.get(point, {}) | {key: value})
+        print(f"{point}, {key}: {value}", flush=True)
+
+    for name in names:
+        made, seconds = start(name, model, mesh, model_name)
+        add("engine ready", name, [*store.points.get("engine ready", {}).get(name, []), seconds])
+        scores = made.score([prompt[:1] for prompt in prompts], [prompt[1:] for prompt in prompts])
+        found = [score.logprobs for score in scores]
+        expected = expected or found
+        error = worst_nats(found, expected)
+        for count in counts:
+            if name not in store.points.get(point := f"engine {count}", {}):
+                add(point, "tokens", sum(new for _, new in requests[:count]))
+                add(point, f"{name}_error", error)
+                add(point, name, time_work(made, requests[:count]))
+        for part, first_step in PROFILES.items():
+            if name not in store.points.get(point := f"engine {part}", {}):
+                add(point, name, profile(made, requests[: made.stats().max_num_seqs], first_step))
+        made.sleep()  # frees the caches, before the next engine has its own

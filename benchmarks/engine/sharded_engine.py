@@ -10,7 +10,7 @@ pool are the same as in throughput.py; requests are greedy and start in the orde
 The logprobs of some prompts must equal the first engine's up to rounding, and each request must get all its tokens. An
 engine's time until it is ready begins with the model on the first GPU and ends with the engine's first tokens. Points:
 
-- ready: the seconds of each start, and of the sharding in it;
+- ready: the seconds of each start: sharding the model, creating and compiling the engine, and its first tokens;
 - a number of requests: microseconds for all;
 - prompts, tokens: the kernels of the first GPU, in microseconds per step and launches per step, in steps with chunks of
   prompts, and in steps with single tokens only. An all-reduce waits for the slowest GPU, and its time includes that.
@@ -65,11 +65,11 @@ def random_model(name: str) -> Llama:
 
 
 def start(name: str, model: Llama, mesh: Mesh, model_name: str) -> tuple[Engine, dict[str, float]]:
-    """The engine, after its first tokens, and the seconds of its start."""
-    sizes, begin = SIZES[model_name], time.perf_counter()
+    """The engine, after its first tokens, and the seconds of its start and of the parts."""
+    sizes, times = SIZES[model_name], [time.perf_counter()]
     if name != "one":
         model = shard_model(model, CONFIGS[model_name], mesh)
-    shard_seconds = time.perf_counter() - begin
+    times.append(time.perf_counter())
     engine = create_engine(
         model,
         CONFIGS[model_name],
@@ -84,8 +84,11 @@ def start(name: str, model: Llama, mesh: Mesh, model_name: str) -> tuple[Engine,
         num_blocks=sizes.num_blocks,
         mesh=None if name == "one" else mesh,
     )
+    times.append(time.perf_counter())
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
-    return engine, dict(seconds=time.perf_counter() - begin, shard_seconds=shard_seconds)
+    times.append(time.perf_counter())
+    parts = [end - begin for begin, end in itertools.pairwise(times)]
+    return engine, dict(zip(("shard", "engine", "first_tokens"), parts, strict=True), ready=sum(parts))
 
 
 def profile(engine: Engine, work: Sequence[Request], first_step: int) -> dict[str, Any]:

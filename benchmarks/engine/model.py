@@ -1,5 +1,5 @@
-"""The model of the benchmarks: Llama's shape over packed tokens, with random weights. Optionally with
-latent attention in DeepSeek-V2-Lite's shape."""
+"""The models of the benchmarks, with random weights: Llama's shape over packed tokens, optionally with latent attention
+in DeepSeek-V2-Lite's shape, and gpt-oss's shape in the model of examples/lib/llama.py."""
 
 import dataclasses
 import functools
@@ -11,8 +11,9 @@ from flax import nnx
 
 import jaxpaged.nnx
 from benchmarks.harness import random
-from jaxpaged import AttentionStep, LatentSettings, rotary_frequencies
-from lib.llama_config import LatentConfig, LlamaConfig
+from jaxpaged import AttentionStep, LatentSettings, rotary_attention_factor, rotary_frequencies
+from lib.llama import Llama
+from lib.llama_config import Clipped, LatentConfig, LlamaConfig
 
 LLAMA_3_8B = LlamaConfig(
     vocab_size=128_256,
@@ -54,6 +55,37 @@ def qwen_3(features: int, hidden_features: int, num_layers: int, num_heads: int)
     )
 
 
+YARN = dict(  # gpt-oss's rotary embedding, with Hugging Face's names
+    rope_type="yarn",
+    rope_theta=150_000.0,
+    factor=32.0,
+    original_max_position_embeddings=4096,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    truncate=False,
+)
+GPT_OSS_20B = LlamaConfig(
+    vocab_size=201_088,
+    context=131_072,
+    features=2880,
+    hidden_features=2880,
+    num_layers=24,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=64,
+    norm_epsilon=1e-5,
+    rotary_frequencies=rotary_frequencies(64, scaling=YARN, max_length=131_072),
+    attention_bias=True,
+    output_bias=True,
+    tie_embeddings=False,
+    windows=(128, None) * 12,
+    scale=64**-0.5 * rotary_attention_factor(YARN) ** 2,
+    use_sinks=True,
+    num_experts=32,
+    experts_per_token=4,
+    clipped=Clipped(alpha=1.702, limit=7.0),
+)
+
 CONFIGS = {
     "8b": LLAMA_3_8B,
     "0.6b": qwen_3(1024, 3072, 28, 16),
@@ -81,6 +113,7 @@ CONFIGS = {
             kv_lora_rank=512, qk_rope_head_dim=64, v_head_dim=128, q_lora_rank=None, rotary_factor=1.0, interleaved=True
         ),
     ),
+    "gpt_oss_20b": GPT_OSS_20B,
     "toy": TOY,
     "toy_latent": dataclasses.replace(
         TOY,
@@ -89,25 +122,48 @@ CONFIGS = {
             kv_lora_rank=32, qk_rope_head_dim=8, v_head_dim=32, q_lora_rank=None, rotary_factor=1.0, interleaved=True
         ),
     ),
+    "toy_gpt_oss": dataclasses.replace(
+        GPT_OSS_20B,
+        vocab_size=1000,
+        features=128,
+        hidden_features=192,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        rotary_frequencies=rotary_frequencies(32),
+        windows=(16, None),
+        scale=None,
+        num_experts=8,
+        experts_per_token=3,
+    ),
 }
 # Models without latent attention
 PLAIN = tuple(name for name, config in CONFIGS.items() if config.latent is None)
 
 
 def fill(shapes: Any) -> Any:
-    """Random bfloat16 weights for a tree of shapes; ones for vectors, which belong to the norms."""
-    leaves, tree = jax.tree.flatten(shapes)
+    """Random bfloat16 weights for a tree of shapes; ones for the norms."""
+    leaves, tree = jax.tree.flatten_with_path(shapes)
     filled = [
         jnp.ones(leaf.shape, jnp.bfloat16)
-        if len(leaf.shape) == 1
+        if "norm" in jax.tree_util.keystr(path)
         else random(seed, shape=tuple(leaf.shape), dtype="bfloat16") * jnp.bfloat16(0.02)
-        for seed, leaf in enumerate(leaves)
+        for seed, (path, leaf) in enumerate(leaves)
     ]
     return jax.tree.unflatten(tree, filled)
 
 
+def shortened(config: LlamaConfig, num_layers: int) -> LlamaConfig:
+    """The model's first layers."""
+    windows = None if config.windows is None else config.windows[:num_layers]
+    return dataclasses.replace(config, num_layers=num_layers, windows=windows)
+
+
 def random_weights(config: LlamaConfig) -> Any:
-    """bfloat16, q, k and v in one matrix `[in, out]`, gate and up in another."""
+    """bfloat16, q, k and v in one matrix `[in, out]`, gate and up in another. With experts: of `example_model`."""
+    if config.num_experts:
+        return fill(example_model(config)[1])
 
     def matrix(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
@@ -131,6 +187,15 @@ def random_weights(config: LlamaConfig) -> Any:
         "norm": matrix(config.features),
     }
     return fill(weights if config.tie_embeddings else weights | {"head": matrix(config.features, config.vocab_size)})
+
+
+def example_model(config: LlamaConfig, **attention_options: Any) -> tuple[nnx.GraphDef[Llama], nnx.State]:
+    """The model of examples/lib/llama.py without its parameters, and their shapes."""
+    model = nnx.eval_shape(lambda: Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    for layer in model.layers:
+        attention = layer.self_attn
+        attention.settings = dataclasses.replace(attention.settings, **attention_options)
+    return nnx.split(model)
 
 
 def _latent_attention(config: LlamaConfig, **options: Any) -> Any:

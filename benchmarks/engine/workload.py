@@ -11,11 +11,13 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from benchmarks.engine.model import CONFIGS, packed_head, packed_model, random_weights
+from benchmarks.engine.model import CONFIGS, example_model, packed_head, packed_model, random_weights
 from jaxpaged import Engine, EngineOptions, KVCache, SamplingParams
 from jaxpaged._engine.books import Books
 from jaxpaged.grammar import Vocabulary
+from lib import engine_llama
 from lib.llama_config import LlamaConfig
 
 BLOCK_SIZE = 16
@@ -31,6 +33,8 @@ class Sizes:
 
 
 SIZES = {name: Sizes(0, 0, 1024, 24_576) for name in CONFIGS}  # this pool and the weights of 8B fit 80 GB
+# Layers with a window have blocks of their own. A block has half the layers, so the pool is as large as twice 12,288.
+SIZES |= {"gpt_oss_20b": Sizes(0, 512, 1024, 49_152)}
 SIZES |= {name: Sizes(8, 16, 64, 128) for name in CONFIGS if name.startswith("toy")}
 
 
@@ -78,18 +82,33 @@ def create_engine(
     )
     chosen |= {name: option for name, option in options.items() if option is not None}
     with contextlib.nullcontext() if device is None else jax.default_device(device):
-        caches = create_caches(config, sizes.num_blocks)
         weights = random_weights(config) if weights is None else weights
-        if device is not None:  # commits them to the device
-            weights, caches = jax.device_put((weights, caches), device)
-        return Engine(
-            packed_model(config),
-            weights,
-            caches,
-            head=packed_head(config),
-            vocabulary=vocabulary,
-            options=EngineOptions(**chosen),
-        )
+        if device is not None:
+            weights = jax.device_put(weights, device)  # commits them to the device
+        how: Any = dict(num_blocks=sizes.num_blocks, device=device, vocabulary=vocabulary)
+        return engine_of(config, weights, EngineOptions(**chosen), **how)
+
+
+def engine_of(
+    config: LlamaConfig,
+    weights: Any,
+    options: EngineOptions,
+    *,
+    num_blocks: int,
+    device: jax.Device | None = None,
+    vocabulary: Vocabulary | None = None,
+    **attention_options: Any,
+) -> Engine:
+    """An engine for `random_weights(config)`."""
+    if config.num_experts:
+        model = nnx.merge(example_model(config, **attention_options)[0], weights)
+        sizes: Any = dict(block_size=BLOCK_SIZE, dtype="bfloat16", num_blocks=num_blocks)
+        return engine_llama.create_engine(model, config, options, device=device, vocabulary=vocabulary, **sizes)
+    caches = create_caches(config, num_blocks)
+    if device is not None:
+        caches = jax.device_put(caches, device)
+    apply, head = packed_model(config, **attention_options), packed_head(config)
+    return Engine(apply, weights, caches, head=head, vocabulary=vocabulary, options=options)
 
 
 def run_work(engine: Engine, work: Sequence[Request], *, longest_first: bool = False, **sampling: Any) -> int:

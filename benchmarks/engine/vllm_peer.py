@@ -26,7 +26,7 @@ from typing import Any
 import jax
 
 from benchmarks.checks import require
-from benchmarks.engine.model import CONFIGS, PLAIN
+from benchmarks.engine.model import CONFIGS, PLAIN, YARN
 from benchmarks.engine.online import add_arrivals, measure
 from benchmarks.engine.rollout import COMPLETIONS, PROMPTS
 from benchmarks.engine.workload import SIZES, Request, rollout_work, workload
@@ -38,8 +38,8 @@ THETA = 500_000.0  # rotary base, as in benchmarks/engine/model.py
 
 
 def hugging_face_config(config: LlamaConfig) -> dict[str, Any]:
-    """The `config.json` of a Llama of this shape."""
-    return dict(
+    """The `config.json` of a Llama of this shape, or of a gpt-oss."""
+    fields = dict(
         architectures=["LlamaForCausalLM"],
         model_type="llama",
         torch_dtype="bfloat16",
@@ -52,12 +52,37 @@ def hugging_face_config(config: LlamaConfig) -> dict[str, Any]:
         head_dim=config.head_dim,
         max_position_embeddings=config.context,
         rms_norm_eps=config.norm_epsilon,
-        rope_theta=THETA,
         hidden_act="silu",
         tie_word_embeddings=config.tie_embeddings,
         bos_token_id=1,
         eos_token_id=2,
     )
+    if config.clipped is None or config.windows is None:
+        return fields | dict(rope_theta=THETA)
+    return fields | dict(
+        architectures=["GptOssForCausalLM"],
+        model_type="gpt_oss",
+        attention_bias=config.attention_bias,
+        num_local_experts=config.num_experts,
+        num_experts_per_tok=config.experts_per_token,
+        swiglu_alpha=config.clipped.alpha,
+        swiglu_limit=config.clipped.limit,
+        sliding_window=config.windows[0],
+        layer_types=["full_attention" if window is None else "sliding_attention" for window in config.windows],
+        rope_parameters=YARN,
+    )
+
+
+def fill(model: Any) -> None:
+    """Fills a torch model with random weights, as `benchmarks.engine.model.fill` does."""
+    import torch
+
+    with torch.inference_mode():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.fill_(1)
+            else:
+                weight.normal_(std=0.02)
 
 
 class VllmEngine:
@@ -72,6 +97,10 @@ class VllmEngine:
         self._vllm, self.version, self.device = vllm, vllm.__version__, current_platform.get_device_name()
         Path(folder, "config.json").write_text(json.dumps(hugging_face_config(config)))
         llm = vllm.LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=max_length)
+        if (
+            config.num_experts
+        ):  # vLLM's weights are so small that the router's bias chooses the same experts for all tokens
+            llm.apply_model(fill)
         self._llm, self._engine, self._next_id = llm, llm.llm_engine, 0
 
     def settings(self) -> dict[str, Any]:
@@ -142,6 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_options(arguments)
     jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # JAX has threads, which a fork would not copy
+    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # sends `fill` to the process of the engine
     with tempfile.TemporaryDirectory() as folder:
         begin = time.perf_counter()
         longest = SIZES[options.model].longest

@@ -14,10 +14,12 @@ from jax import lax
 
 from benchmarks import checks, harness
 from benchmarks.allocator import loops, operations
-from benchmarks.engine import online
+from benchmarks.engine import model, online, throughput, vllm_peer
 from benchmarks.kernels import cache_ops, decode, experts, points, prefill
 from jaxpaged import paged_attention, paged_attention_reference
 from jaxpaged.ops import copy_blocks
+from lib.families import read_config
+from lib.fields import Fields
 
 LATENT = "2/1 2x64 head_dim=576 latent=512 cache=float8_e4m3fn scale=token_head"
 TOYS = {
@@ -38,6 +40,7 @@ TOYS = {
     "kernels.prefill": "--toy --peers cudnn",
     "soak.random_cases": "--implementation xla --cases 42 --families 'group of 3'",
 }
+MIXTURE = "--model toy_gpt_oss --requests 9 3"
 FIGURES = {"figures.allocator": "h100/allocator.json"}
 # They need a GPU, vLLM or minutes, write into docs/, or have their own test.
 OTHERS = (
@@ -64,15 +67,15 @@ def run(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_kind")
-@pytest.mark.parametrize("program", TOYS)
-def test_a_program_runs(program, run, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("program", "arguments"), [*TOYS.items(), ("engine.throughput", MIXTURE)])
+def test_a_program_runs(program, arguments, run, tmp_path, monkeypatch):
     monkeypatch.setattr(points, "COLD_BYTES", 10**5)
     monkeypatch.setattr(points, "L2_BYTES", 10**5)
     monkeypatch.setattr(points, "MAX_CALLS", 2)
     body_of_two = functools.partial(loops.run.__wrapped__, unroll=2)  # less to compile
     monkeypatch.setattr(loops, "run", jax.jit(body_of_two, static_argnames=("body", "num_steps", "unroll")))
     output = tmp_path / "points.json"
-    run(program, *shlex.split(TOYS[program]), "--output", output)
+    run(program, *shlex.split(arguments), "--output", output)
     assert json.loads(output.read_text())["points"]
 
 
@@ -301,3 +304,33 @@ def test_waits_are_counted_from_the_arrival():
     for lost in ([[(1.5, 3)], pieces[1]], [pieces[0], []]):
         with pytest.raises(AssertionError, match="not as many tokens"):
             online.summary(work, arrivals, lost)
+
+
+def test_the_peer_gets_the_shape_of_the_mixture():
+    config = model.CONFIGS["gpt_oss_20b"]
+    assert read_config(Fields(vllm_peer.hugging_face_config(config))) == config
+
+
+def test_the_floor_of_a_mixture():
+    """Bytes of all experts, products of the chosen ones, and at most a window's keys and values."""
+    config = model.CONFIGS["toy_gpt_oss"]
+    shapes = jax.eval_shape(lambda: model.random_weights(config))
+    of_expert, of_head = 3 * config.features * config.hidden_features, config.vocab_size * config.features
+    layers = sum(leaf.size for leaf in jax.tree.leaves(shapes["layers"]))
+    used = layers - config.num_layers * (config.num_experts - config.experts_per_token) * of_expert
+
+    def seconds(new=1, **rates):
+        rates = dict(bandwidth=1e30, products=1e30) | rates
+        return throughput.Floor.of(config, shapes, 8, **rates).seconds({"single_8": 3}, [([1] * 30, new)])
+
+    assert seconds(bandwidth=1) == 3 * 2 * (layers + of_head)
+    assert seconds(products=1) == 3 * 2 * 8 * (used + of_head)
+    of_token = 2 * 2 * config.num_kv_heads * config.head_dim  # bytes in a layer
+    assert seconds(3, bandwidth=1) - seconds(bandwidth=1) == of_token * ((31 + 32) + (16 + 16))
+
+
+def test_random_weights_are_ones_for_norms_alone():
+    (layer, *_) = model.random_weights(model.CONFIGS["toy_gpt_oss"])["layers"].values()
+    assert (layer["input_layernorm"]["scale"][...] == 1).all()
+    for bias in (layer["mlp"]["router"]["bias"][...], layer["self_attn"]["sinks"][...]):
+        assert 0 < jnp.abs(bias).max() < 0.1

@@ -56,6 +56,7 @@ TILES = (
     Tiles(block_m=128, block_n=128, max_concurrent_steps=5),
     Tiles(block_m=128, block_n=128, max_concurrent_steps=5, grid_block_n=1),
     Tiles(block_m=128, block_n=192),
+    Tiles(block_m=128, block_n=192, grid_block_n=1),
 )
 
 

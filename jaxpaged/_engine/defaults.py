@@ -35,6 +35,9 @@ COMPILER_OPTIONS = {
     "xla_gpu_enable_triton_gemm": "False",  # products by cuBLAS [slices_h100, products_h200]
     # By default XLA merges products of the same rows (q, k and v), and copies their weights together in each step.
     "xla_gpu_dot_merger_threshold_mb": "0",  # [joined_h100]
+    # By default XLA joins the slice of one group's block tables with the attention kernel. A CUDA graph cannot hold the
+    # two, so the host would launch every layer and wait for the choice of each step's kind.
+    "xla_gpu_enable_dynamic_slice_fusion": "False",
 }
 
 

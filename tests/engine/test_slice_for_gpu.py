@@ -42,6 +42,9 @@ from tests.kernels.lowering import mosaic_for
 pytestmark = pytest.mark.skipif(not resources.installed(), reason="needs ptxas, see make test-ptxas")
 
 
+WINDOWS = None, 32  # of the groups of layers
+
+
 def apply_to_parts(weights, tokens, positions, cache, step):
     """The toy model with a matrix each for q, k and v."""
     x = weights["embedding"][tokens]
@@ -55,6 +58,15 @@ def apply_by_kernels(weights, tokens, positions, cache, step):
     x = weights["embedding"][tokens]
     cache, out = step.attend(x, x, x, cache)
     return cache, x + out
+
+
+def apply_by_groups(weights, tokens, positions, caches, step):
+    """A layer without a window and one with a window, which share a cache."""
+    x, (cache,) = weights["embedding"][tokens], caches
+    for group in range(2):
+        cache, out = step.group(group).attend(x, x, x, cache, sliding_window=WINDOWS[group])
+        x += out
+    return (cache,), x
 
 
 def head_of_heads(weights, hidden):
@@ -85,13 +97,19 @@ def without_kernels():
     return compiled_slice(apply_to_parts, toy_model.head, toy_model.shared_engine(), weights | parts)
 
 
-def with_kernels():
+def with_kernels(apply=apply_by_kernels, **more):
     cache = KVCache.create(num_blocks=64, block_size=16, num_kv_heads=2, head_dim=64)
     weights = {"embedding": jnp.zeros((48, 2, 64), jnp.bfloat16)}
-    options = EngineOptions(max_num_seqs=8, chunk_tokens=56, widths=(4,), steps_per_slice=3, prefix_cache=True)
-    engine = Engine(apply_by_kernels, weights, cache, head=head_of_heads, options=options)
+    sizes = dict(max_num_seqs=8, chunk_tokens=56, widths=(4,), steps_per_slice=3)
+    options = EngineOptions(**sizes, prefix_cache=True, **more)
+    engine = Engine(apply, weights, (cache,) if more else cache, head=head_of_heads, options=options)
     _device.is_gpu, _device.gpu = lambda: True, lambda: _device.named("H100")
-    return compiled_slice(apply_by_kernels, head_of_heads, engine, weights)
+    return compiled_slice(apply, head_of_heads, engine, weights)
+
+
+def with_groups():
+    # 32 blocks a sequence: XLA joins only slices of whole 128 bytes with a kernel.
+    return with_kernels(apply_by_groups, windows=WINDOWS, max_model_len=512)
 
 
 # Elements of one of the large weights, more than of any other array, workspaces of cuBLAS included.
@@ -164,19 +182,32 @@ def test_a_step_copies_no_weights(of):
     assert large <= {"parameter", "bitcast"}
 
 
+def test_the_product_of_all_experts_adds_its_bias():
+    """Otherwise XLA writes the bias once for each token, and the product reads it."""
+    biases = [line for _, size, line in instructions(module("experts")) if size >= ROWS * EXPERTS * 2 * HIDDEN]
+    assert [line for line in biases if '"epilogue":"BIAS"' in line]
+    assert not [line for line in biases if "broadcast" in line]
+
+
 def test_sampling_computes_only_what_requests_need():
     """Draw, top_k, top_p, the rare second draw and logprobs. XLA computes both branches where that is cheap."""
     names = [name for name, *_ in instructions(module("sampling"))]
     assert names.count("conditional") == 5
 
 
-def test_the_only_loop_is_over_the_steps():
+@pytest.mark.parametrize("of", ["with_kernels", "with_groups"])
+def test_the_only_loop_is_over_the_steps(of):
     """XLA then captures a step and the choice of its kind in a CUDA graph, and a call does not wait for steps."""
-    text = module("with_kernels")
+    text = module(of)
     assert "mosaic" in text
+    assert "dynamic-slice-fusion" not in text  # no CUDA graph can hold one
     (loop,) = [line for name, _, line in instructions(text) if name == "while"]
     assert '"known_trip_count":{"n":"3"}' in loop
 
 
 if __name__ == "__main__":
-    print({each.__name__: each for each in (without_kernels, with_kernels, experts, latents, sampling)}[sys.argv[1]]())
+    print(
+        {each.__name__: each for each in (without_kernels, with_kernels, with_groups, experts, latents, sampling)}[
+            sys.argv[1]
+        ]()
+    )

@@ -163,7 +163,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_arrivals(parser)
     add_output(parser)
     options = parser.parse_args(arguments)
-    options.toy = options.model == "toy"
+    options.toy = options.model.startswith("toy")
     return options
 
 

@@ -33,8 +33,8 @@ class Sizes:
 
 
 SIZES = {name: Sizes(0, 0, 1024, 24_576) for name in CONFIGS}  # this pool and the weights of 8B fit 80 GB
-# Layers with a window have blocks of their own. A block has half the layers, so the pool is as large as twice 12,288.
-SIZES |= {"gpt_oss_20b": Sizes(0, 512, 1024, 49_152)}
+# A block holds half of the layers: the ones with a window, or the others. This pool and the weights fit 60 GB.
+SIZES |= {"gpt_oss_20b": Sizes(0, 512, 1024, 32_769)}
 SIZES |= {name: Sizes(8, 16, 64, 128) for name in CONFIGS if name.startswith("toy")}
 
 

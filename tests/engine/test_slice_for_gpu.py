@@ -42,7 +42,7 @@ from tests.kernels.lowering import mosaic_for
 pytestmark = pytest.mark.skipif(not resources.installed(), reason="needs ptxas, see make test-ptxas")
 
 
-WINDOWS = None, 32  # of the groups of layers
+WINDOWS = None, 32  # one per group of layers
 
 
 def apply_to_parts(weights, tokens, positions, cache, step):

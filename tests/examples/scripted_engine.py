@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 from jaxpaged import Completion, EngineStats, RequestOutput
 from lib.engines import Engines
-from lib.service import Service
 from lib.tokenizer import Tokenizer
 from lib.tool_formats import FORMATS
 from tests.examples.serving import KEY
@@ -88,6 +87,8 @@ def make_tokenizer(is_harmony):
 
 def scripted_service(form, *, tokens_per_step=3, **changes):
     """A service with a scripted engine, of a model with this form of tool calls."""
+    from lib.service import Service  # from the extra "serve"
+
     tokenizer = make_tokenizer(form == "openai")
     config = SimpleNamespace(vocab_size=tokenizer.tokenizer.get_vocab_size())
     engines = Engines([ScriptedEngine(tokens_per_step)], most_completions=8)

@@ -14,7 +14,8 @@ import functools
 from jaxpaged import EngineOptions, RequestOutput, SamplingParams
 from lib import command_line
 from lib.checkpoint import load_model
-from lib.engine_thread import Request
+from lib.engine_loop import Request
+from lib.engine_thread import EngineThread
 from lib.engines import Engines
 from lib.replicas import create_engines, load_replicas
 from lib.router import Router
@@ -66,10 +67,10 @@ def main(arguments: list[str] | None = None) -> None:
     )
     load = functools.partial(load_model, asked.checkpoint, args.dtype)
     replicas = load_replicas(load, asked.checkpoint.config, data_parallel=args.data_parallel)
-    with command_line.matmul_precision(args):
+    with command_line.matmul_precision(args.dtype):
         made = create_engines(replicas, options, block_size=args.block_size, dtype=args.dtype)
     most, router = 2 * len(made) * args.max_num_seqs, Router(args.block_size, has_affinity=True)
-    engines = Engines(made, most_completions=most, router=router)
+    engines = Engines(list(map(EngineThread, made)), most_completions=most, router=router)
     outputs = asyncio.run(generate(engines, list(zip(asked.prompts, params, strict=True))))
     for text, output in zip(asked.texts, outputs, strict=True):
         print(f"{text}\n--> {tokenizer.decode(output.outputs[0].token_ids).strip()}\n")

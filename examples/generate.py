@@ -142,7 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
     load = functools.partial(load_model, request.checkpoint, args.dtype)
     model, config, mesh = spread(load, config, args.tensor_parallel)
     if args.num_speculative_tokens:
-        with matmul_precision(args):
+        with matmul_precision(args.dtype):
             generate_with_drafts(model, config, request, sampling, args, mesh)
         return 0
     state = start(
@@ -169,7 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
         if stream is not None:
             stream.show(generated(state))
 
-    with bar, matmul_precision(args):
+    with bar, matmul_precision(args.dtype):
         if args.cache_scale in ("tensor", "head"):
             state = calibrate(model, state, config, prompts, dtype=args.dtype, scale=args.cache_scale)
         state, timing = run_generation(

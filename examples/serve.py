@@ -4,44 +4,52 @@
     curl localhost:8000/v1/chat/completions -H "Content-Type: application/json" -d '
         {"messages": [{"role": "user", "content": "What is a page table?"}]}'
 
-The parts to copy are `lib/engine_thread.py`, which runs an engine in its own thread, and `lib/engines.py`, which limits
-and routes its requests. The HTTP server around them is in `lib/app.py`, `lib/completions.py` and `lib/http_server.py`.
+The parts to copy are `lib/engine_loop.py`, which runs an engine in its own thread or process, and `lib/engines.py`,
+which limits and routes its requests. The HTTP server around them is in `lib/app.py`, `lib/completions.py` and
+`lib/http_server.py`.
 `docs/serving.md` explains them.
 """
 
 import argparse
 import bisect
+import dataclasses
 import functools
 import os
 import secrets
 import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jax
+
 from jaxpaged import CacheCapacity, EngineOptions, cache_capacity, layer_groups
 from jaxpaged.grammar import Vocabulary
-from lib.adapters import adapt, read_adapter
 from lib.answer_start import control_ids
-from lib.checkpoint import READ_ERRORS, Checkpoint, default_path, load_model, one_line, read_checkpoint
+from lib.checkpoint import READ_ERRORS, Checkpoint, default_path, one_line, read_checkpoint
 from lib.command_line import (
     RequestError,
     add_data_parallel,
     add_generation_config,
     add_tensor_parallel,
     checkpoint_arguments,
-    matmul_precision,
+    dtype_on,
     parse_command,
     positive,
     read_sampling_defaults,
     run,
     say,
+    start_backend,
 )
 from lib.engine_llama import layer_windows
+from lib.engine_process import EngineProcesses
+from lib.engine_runner import EngineRunner
+from lib.engine_thread import EngineThread
 from lib.engines import Engines
-from lib.llama import Llama
 from lib.llama_config import LlamaConfig
-from lib.replicas import create_engines, load_replicas, replace_adapters
+from lib.replicas import with_own_seed
 from lib.router import Router
+from lib.served_model import ServedModel
 from lib.tensor_parallel import repeated_kv_heads
 from lib.tool_formats import FORMATS, find_format
 
@@ -88,7 +96,8 @@ USUAL = """--host --port --api-key --served-model-name --adapter --data-parallel
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], parents=[checkpoint_arguments()])
+    parents = [checkpoint_arguments(starts_jax=False)]
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], parents=parents)
     parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s, which only this machine reaches")
     parser.add_argument("--port", type=int, default=8000, help="0: a free one; default: %(default)s")
     parser.add_argument(
@@ -206,16 +215,6 @@ def check_arguments(args: argparse.Namespace, config: LlamaConfig, served_names:
         raise RequestError("--host-cache-mb is not for models with windows; leave it out.")
 
 
-def load_adapted(checkpoint: Checkpoint, args: argparse.Namespace) -> Llama:
-    """The model with its adapters. Raises `CheckpointError`."""
-    model = load_model(checkpoint, args.dtype)
-    if args.adapter or args.runtime_adapters:
-        factors = [read_adapter(folder) for _, folder in args.adapter]
-        most_rank = args.runtime_adapters and args.max_adapter_rank
-        adapt(model, checkpoint.config, factors, args.dtype, num_empty=args.runtime_adapters, most_rank=most_rank)
-    return model
-
-
 def read_vocabulary(checkpoint: Checkpoint) -> Vocabulary | None:
     """The bytes of the tokens, for grammars. Prints a message and returns None if the tokenizer does not have them."""
     tokenizer = checkpoint.tokenizer
@@ -233,6 +232,28 @@ def read_vocabulary(checkpoint: Checkpoint) -> Vocabulary | None:
 
 def create_service(args: argparse.Namespace) -> "Service":
     """Loads the model and compiles the engines. Raises `CheckpointError` and `RequestError`."""
+    if args.data_parallel == 1:
+        return make_service(args, start_backend, create_thread)
+    with EngineProcesses(args.data_parallel, num_devices=args.tensor_parallel) as processes:
+
+        def create(model: ServedModel, checkpoint: Checkpoint) -> Sequence[EngineRunner]:
+            options = [with_own_seed(model.options, i) for i in range(args.data_parallel)]
+            return processes.create([dataclasses.replace(model, options=own) for own in options])
+
+        return make_service(args, processes.backend, create)
+
+
+def create_thread(model: ServedModel, checkpoint: Checkpoint) -> Sequence[EngineRunner]:
+    replica = model.load(checkpoint)
+    return [EngineThread(model.create(replica), replica)]
+
+
+def make_service(
+    args: argparse.Namespace,
+    find_backend: Callable[[], str],
+    create: Callable[[ServedModel, Checkpoint], Sequence[EngineRunner]],
+) -> "Service":
+    """A service with the engines that `create` makes. `find_backend` returns their backend."""
     from lib.adapter_slots import AdapterSlots
     from lib.openai_forms import MOST_STOP_IDS
     from lib.openai_logits import MOST_LISTED
@@ -240,16 +261,12 @@ def create_service(args: argparse.Namespace) -> "Service":
 
     path = args.model or default_path()
     checkpoint = read_checkpoint(path)
+    backend = find_backend()
+    args.dtype = args.dtype or dtype_on(backend)
     served_names = args.served_model_name or [model_name(path)]
     check_arguments(args, checkpoint.config, served_names)
     num_blocks = args.num_blocks if args.cache_mb is None else find_capacity(checkpoint.config, args).num_blocks
     max_model_len = find_max_model_len(checkpoint.config, args, num_blocks)
-    replicas = load_replicas(
-        functools.partial(load_adapted, checkpoint, args),
-        checkpoint.config,
-        data_parallel=args.data_parallel,
-        tensor_parallel=args.tensor_parallel,
-    )
     options = EngineOptions(
         max_num_seqs=args.max_num_seqs,
         max_model_len=max_model_len,
@@ -265,18 +282,21 @@ def create_service(args: argparse.Namespace) -> "Service":
         seed=secrets.randbits(32),
     )
     vocabulary = read_vocabulary(checkpoint)
-    with matmul_precision(args):
-        engines = create_engines(
-            replicas,
-            options,
-            block_size=args.block_size,
-            num_blocks=num_blocks,
-            dtype=args.dtype,
-            vocabulary=vocabulary,
-        )
+    model = ServedModel(
+        path,
+        options,
+        dtype=args.dtype,
+        block_size=args.block_size,
+        adapters=[folder for _, folder in args.adapter],
+        num_empty=args.runtime_adapters,
+        most_rank=args.max_adapter_rank if args.runtime_adapters else 0,
+        tensor_parallel=args.tensor_parallel,
+        num_blocks=num_blocks,
+        vocabulary=vocabulary,
+    )
     return Service(
         Engines(
-            engines,
+            create(model, checkpoint),
             most_completions=args.data_parallel * args.max_num_seqs + args.max_queue,
             router=Router(args.block_size, has_affinity=args.prefix_cache),
         ),
@@ -285,7 +305,6 @@ def create_service(args: argparse.Namespace) -> "Service":
         adapters=AdapterSlots(
             [name for name, _ in args.adapter],
             num_empty=args.runtime_adapters,
-            write=functools.partial(replace_adapters, replicas) if args.runtime_adapters else None,
         ),
         max_model_len=max_model_len,
         max_logprobs=args.max_logprobs,
@@ -305,6 +324,8 @@ def create_service(args: argparse.Namespace) -> "Service":
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
+    if args.data_parallel > 1:
+        jax.config.update("jax_platforms", "cpu")  # the GPUs are for the engines' processes
     from lib.http_server import Server, bind
 
     with bind(args.host, args.port) as listener:

@@ -3,8 +3,7 @@
 import asyncio
 import collections
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from lib.api_error import ApiError
 
@@ -17,22 +16,15 @@ class AdapterSlots:
     Args:
         names: names of the adapters in the first slots.
         num_empty: number of empty slots after these.
-        write: writes an adapter's factors to a slot, and returns the engine's new weights.
 
     Attributes:
         slots: slot of each named adapter.
-        lock: held during a write, because each write starts from the weights of the previous one.
+        lock: held while an adapter is loaded, because each write starts from the weights of the previous one.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str] = (),
-        *,
-        num_empty: int = 0,
-        write: Callable[[int, Any], Any] | None = None,
-    ):
+    def __init__(self, names: Sequence[str] = (), *, num_empty: int = 0):
         self.slots = {name: slot for slot, name in enumerate(names)}
-        self.write, self.lock = write, asyncio.Lock()
+        self.num_empty, self.lock = num_empty, asyncio.Lock()
         self._num_slots = len(names) + num_empty
         self._users: collections.Counter[int] = collections.Counter()
 

@@ -21,7 +21,7 @@ from lib import model_routes, responses
 from lib.api_error import ApiError
 from lib.completions import complete
 from lib.engine_metrics import report_work
-from lib.engine_thread import EngineFailedError
+from lib.engine_runner import EngineFailedError
 from lib.engines import DrainingError, QueueFullError
 from lib.fields import FieldError, MissingFieldError
 from lib.middleware import REQUEST_ID_HEADER
@@ -59,7 +59,7 @@ def create_app(service: Service) -> Starlette:
         route("/metrics", metrics),
         route("/", page),
     ]
-    if service.adapters.write is not None:
+    if service.adapters.num_empty:
         routes.append(route("/v1/load_lora_adapter", model_routes.load_adapter, "POST"))
         routes.append(route("/v1/unload_lora_adapter", model_routes.unload_adapter, "POST"))
     if service.has_tokenizer_info:

@@ -133,5 +133,5 @@ def _read_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> n
     return tensor
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__

@@ -33,6 +33,10 @@ class RequestError(Exception):
     """The command line is impossible; the message is one sentence for the user."""
 
 
+# Errors that are one sentence for the user.
+REFUSALS = RequestError, CheckpointError, ChatTemplateError, RendererBusyError, PoolError, DevicesError
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     checkpoint: Checkpoint  # the model's weights are read later, by load_model
@@ -60,8 +64,11 @@ def model_arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def checkpoint_arguments() -> argparse.ArgumentParser:
-    """Arguments for the model, as a parent of a script's own parser."""
+def checkpoint_arguments(*, starts_jax: bool = True) -> argparse.ArgumentParser:
+    """Arguments for the model, as a parent of a script's own parser.
+
+    If the script does not start JAX, `--dtype` is None by default; see `dtype_on`.
+    """
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument(
         "--model",
@@ -75,9 +82,9 @@ def checkpoint_arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--dtype",
-        type=dtype_name,
+        type=dtype_name if starts_jax else str,
         choices=("float32", "bfloat16"),
-        default="default",  # argparse converts it once it is needed: --help does not start a backend
+        default="default" if starts_jax else None,  # argparse converts a text: --help does not start a backend
         help="dtype of weights and activations; default: float32, on a GPU bfloat16",
     )
     parser.add_argument("--block-size", type=positive, default=16, metavar="TOKENS", help="default: %(default)s")
@@ -152,7 +159,7 @@ def compute[Result](
     Calls `function(model, config, prompts, max_new_tokens=, block_size=, eos_ids=, dtype=, **options)`.
     """
     model = load_model(request.checkpoint, args.dtype)
-    with matmul_precision(args):
+    with matmul_precision(args.dtype):
         return function(
             model,
             request.checkpoint.config,
@@ -253,22 +260,27 @@ def say(text: str) -> None:
 
 
 def dtype_name(text: str) -> str:
-    """The default is bfloat16 on a GPU, which the kernels need, and float32, which is faster, on a CPU.
+    """Raises `RequestError`."""
+    backend = start_backend()
+    return dtype_on(backend) if text == "default" else text
 
-    Raises `RequestError`.
-    """
-    try:
-        backend = jax.default_backend()
-    except RuntimeError as error:  # JAX_PLATFORMS names a platform that is missing
-        raise RequestError(f"JAX does not start: {one_line(error)}.") from error
-    if text != "default":
-        return text
+
+def dtype_on(backend: str) -> str:
+    """The default is bfloat16 on a GPU, which the kernels need, and float32, which is faster, on a CPU."""
     return "bfloat16" if backend == "gpu" else "float32"
 
 
-def matmul_precision(args: argparse.Namespace) -> contextlib.AbstractContextManager:
+def start_backend() -> str:
+    """The name of JAX's backend. Raises `RequestError`."""
+    try:
+        return jax.default_backend()
+    except RuntimeError as error:  # JAX_PLATFORMS names a platform that is missing
+        raise RequestError(f"JAX does not start: {one_line(error)}.") from error
+
+
+def matmul_precision(dtype: str) -> contextlib.AbstractContextManager:
     """With --dtype float32, matrix products on a GPU use float32 instead of TF32."""
-    return jax.default_matmul_precision("highest" if args.dtype == "float32" else "default")
+    return jax.default_matmul_precision("highest" if dtype == "float32" else "default")
 
 
 def parse_command(
@@ -334,14 +346,18 @@ def exit_code(main: Callable[..., int | None], *arguments: Any) -> int | str | N
     """The result of `main`, or 2 if it refuses the request, with one sentence on stderr."""
     try:
         return main(*arguments)
-    except (RequestError, CheckpointError, ChatTemplateError, RendererBusyError, PoolError, DevicesError) as error:
-        sentence = str(error)
-    except ModuleNotFoundError as error:
-        if (found := missing_extra(error)) is None:
+    except (*REFUSALS, ModuleNotFoundError) as error:
+        if (sentence := refusal(error)) is None:
             raise
-        sentence = found
-    say(f"{script()}: {sentence}")
-    return 2
+        say(f"{script()}: {sentence}")
+        return 2
+
+
+def refusal(error: BaseException) -> str | None:
+    """The sentence for the user, if the error refuses a request or tells of a missing extra."""
+    if isinstance(error, REFUSALS):
+        return str(error)
+    return missing_extra(error) if isinstance(error, ModuleNotFoundError) else None
 
 
 def script() -> str:

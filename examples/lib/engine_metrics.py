@@ -81,7 +81,7 @@ class Metrics(Collector):
         for reason in ("stop", "length", "abort"):
             finished.add_metric([reason], engines.finished[reason])
         yield finished
-        if len(engines.threads) > 1:
+        if len(engines.runners) > 1:
             meaning = "Completions that run or wait on an engine; a failed engine has no value."
             of_engine = GaugeMetricFamily("jaxpaged_engine_requests", meaning, labels=["engine"])
             for i in engines.working:

@@ -1,6 +1,7 @@
 """Requests of an event loop to one or several engines: places, routing, outputs, aborts and draining.
 
-Each engine runs in its own thread (`engine_thread.py`). With several engines, `router.py` chooses one for each request.
+An engine runs in its own thread (`engine_thread.py`) or process (`engine_process.py`). With several engines,
+`router.py` chooses one for each request.
 """
 
 import asyncio
@@ -8,13 +9,13 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import operator
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from jaxpaged import Engine, EngineStats, RequestOutput, SamplingParams
 from lib.command_line import say
-from lib.engine_thread import EngineFailedError, EngineThread, Request
+from lib.engine_loop import Request
+from lib.engine_runner import EngineFailedError, EngineRunner
 from lib.router import Room, Router
 
 
@@ -78,17 +79,16 @@ Key = tuple[Generation, int]  # a request, as the index in its generation
 
 
 class Engines:
-    """Runs equal engines, each in its own thread, within `running()`.
+    """Runs equal engines within `running()`.
 
     If an engine fails, its requests fail, and the other engines continue.
 
     Args:
-        engines: the engines.
+        runners: the engines, each in its own thread or process.
         most_completions: maximum number of completions under way at once, on all engines together.
         router: chooses an engine for each request, if there are several.
 
     Attributes:
-        threads: the threads of the engines.
         num_sent: number of unfinished completions sent to each engine.
         finished: number of completions by finish reason.
         num_refused: number of generations refused because too many completions were under way.
@@ -96,10 +96,10 @@ class Engines:
         on_failure: called when the last engine has failed.
     """
 
-    def __init__(self, engines: Sequence[Engine], *, most_completions: int, router: Router | None = None):
-        self.threads = [EngineThread[Key](engine) for engine in engines]
+    def __init__(self, runners: Sequence[EngineRunner[Key]], *, most_completions: int, router: Router | None = None):
+        self.runners = runners
         self.most_completions, self.router = most_completions, router or Router()
-        self.num_sent = [0] * len(engines)
+        self.num_sent = [0] * len(runners)
         self.finished: collections.Counter[str] = collections.Counter()
         self.num_refused = 0
         self.is_draining = False
@@ -110,10 +110,14 @@ class Engines:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        async with contextlib.AsyncExitStack() as threads:
-            for i, thread in enumerate(self.threads):
-                await threads.enter_async_context(thread.running(self._deliver, functools.partial(self._end, i)))
-            yield
+        async with contextlib.AsyncExitStack() as stack:
+            for i, runner in enumerate(self.runners):
+                await stack.enter_async_context(runner.running(self._deliver, functools.partial(self._end, i)))
+            try:
+                yield
+            finally:
+                for runner in self.runners:  # all at once
+                    runner.stop()
 
     @property
     def num_open(self) -> int:
@@ -123,22 +127,22 @@ class Engines:
     @property
     def working(self) -> list[int]:
         """Indices of the engines that have not failed."""
-        return [i for i, thread in enumerate(self.threads) if thread.failure is None]
+        return [i for i, runner in enumerate(self.runners) if runner.failure is None]
 
     @property
     def failure(self) -> BaseException | None:
         """The error of the first engine that has failed."""
-        return next((thread.failure for thread in self.threads if thread.failure is not None), None)
+        return next((runner.failure for runner in self.runners if runner.failure is not None), None)
 
     @property
     def stats(self) -> EngineStats:
         """Statistics after the last steps. Counts of requests, blocks, steps and tokens are sums over the engines."""
-        first = self.threads[0].stats
-        if len(self.threads) == 1:
+        first = self.runners[0].stats
+        if len(self.runners) == 1:
             return first
         counts = [name for name in vars(first) if name.startswith("num_")]
         return dataclasses.replace(
-            first, **{name: sum(getattr(thread.stats, name) for thread in self.threads) for name in counts}
+            first, **{name: sum(getattr(runner.stats, name) for runner in self.runners) for name in counts}
         )
 
     def open(self, num_completions: int) -> Generation:
@@ -174,12 +178,12 @@ class Engines:
             generation.engines.append(engine)
             sent.setdefault(engine, {})[generation, index] = prompt, params
         for engine, of_engine in sent.items():
-            self.threads[engine].add(of_engine)
+            self.runners[engine].add(of_engine)
 
     def _choose(self, prompt: list[int], params: SamplingParams) -> int:
         if len(working := self.working) == 1:
             return working[0]
-        rooms = {i: Room.of(self.threads[i].stats, self.num_sent[i]) for i in working}
+        rooms = {i: Room.of(self.runners[i].stats, self.num_sent[i]) for i in working}
         return self.router.choose(prompt, params.adapter, rooms)
 
     def close(self, generation: Generation) -> None:
@@ -189,23 +193,26 @@ class Engines:
         elif generation in self._open:
             for index, engine in enumerate(generation.engines):
                 if generation.unfinished[index]:
-                    self.threads[engine].abort((generation, index))
+                    self.runners[engine].abort((generation, index))
 
     def end(self, generation: Generation, index: int, completion: int) -> None:
         """Aborts one completion of the request with this index; the others continue."""
-        self.threads[generation.engines[index]].abort((generation, index), completion)
+        self.runners[generation.engines[index]].abort((generation, index), completion)
 
-    async def update_weights(self, weights: Sequence[Any], *, adapters: Sequence[int]) -> None:
-        """Gives each engine its new weights, in which only these adapters have changed.
+    async def call(self, prepare: Callable[[Any], Callable[[Engine], Any]]) -> None:
+        """Calls `EngineRunner.call` of all working engines. An error of one is raised when the others are done too.
 
         Raises:
             DrainingError: no more requests are accepted.
             EngineFailedError: an engine failed.
+            Exception: `prepare` raised it.
         """
         if self.is_draining:
             raise DrainingError
-        for i in self.working:
-            await self.threads[i].call(operator.methodcaller("update_weights", weights[i], adapters=adapters))
+        calls = [self.runners[i].call(prepare) for i in self.working]
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
 
     async def drain(self, seconds: float) -> None:
         """Refuses new requests and waits for the running ones. After `seconds`, aborts the rest."""
@@ -237,16 +244,16 @@ class Engines:
             self._idle.set()
 
     def _end(self, engine: int) -> None:
-        """Handles the end of an engine's thread, at the end of `running` or after an error of the engine."""
-        thread = self.threads[engine]
-        if thread.failure is None:
+        """Handles the end of an engine, at the end of `running` or after its failure."""
+        runner = self.runners[engine]
+        if runner.failure is None:
             self.is_draining = True
             return
         is_last = not self.working
         self.is_draining |= is_last
         # Its counts of tokens and steps stay, because counters must not fall.
         none_left: dict[str, Any] = dict.fromkeys(("num_running", "num_blocks", "num_free_blocks"), 0)
-        thread.stats = dataclasses.replace(thread.stats, **none_left)
+        runner.stats = dataclasses.replace(runner.stats, **none_left)
         for generation in list(self._open):
             lost = [i for i, own in enumerate(generation.engines) if own == engine and generation.unfinished[i]]
             if lost or is_last:
@@ -258,4 +265,4 @@ class Engines:
         if is_last:
             self.on_failure()
         else:
-            say(f"Engine {engine} failed: {thread.failure}. The others continue.")
+            say(f"Engine {engine} failed: {runner.failure}. The others continue.")

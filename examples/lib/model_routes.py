@@ -9,7 +9,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from lib.adapters import read_adapter
 from lib.api_error import ApiError
 from lib.checkpoint import CheckpointError
 from lib.completions import encode_conversation
@@ -17,6 +16,7 @@ from lib.openai_fields import refuse_unread
 from lib.openai_forms import check_ids, read_model
 from lib.openai_messages import check_unicode, read_conversation
 from lib.openai_tools import read_tools
+from lib.replicas import load_adapter_into
 from lib.service import Service
 
 
@@ -87,8 +87,7 @@ async def detokenize(service: Service, request: Request) -> Response:
 
 async def load_adapter(service: Service, request: Request) -> Response:
     """vLLM's route: loads an adapter in PEFT's format from a folder on the server."""
-    fields, adapters, write = await service.read_fields(request), service.adapters, service.adapters.write
-    assert write is not None
+    fields, adapters = await service.read_fields(request), service.adapters
     name, folder = fields.text("lora_name"), Path(fields.text("lora_path"))
     replaces = fields.flag("load_inplace", False)
     refuse_unread(fields, {"is_3d_lora_weight": (False,)})
@@ -97,10 +96,9 @@ async def load_adapter(service: Service, request: Request) -> Response:
             raise fields.error("lora_name", f"must be new, or an adapter's with load_inplace: true; got {name!r}")
         slot = adapters.slots[name] if name in adapters.slots else adapters.find_free()
         try:
-            weights = await asyncio.to_thread(lambda: write(slot, read_adapter(folder)))
+            await service.engines.call(functools.partial(load_adapter_into, slot, folder))
         except CheckpointError as error:
             raise ApiError(400, str(error), param="lora_path") from error
-        await service.engines.update_weights(weights, adapters=[slot])
         adapters.slots[name] = slot
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from lib.api_error import ApiError
-from lib.engine_thread import EngineFailedError
+from lib.engine_runner import EngineFailedError
 from lib.pieces import Piece, Pieces, Score
 
 LEAST_LOGPROB = -9999.0  # for -inf and NaN, which JSON does not have

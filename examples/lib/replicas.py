@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 from flax import nnx
@@ -11,11 +13,11 @@ from jax.sharding import Mesh
 
 import jaxpaged
 from jaxpaged.grammar import Vocabulary
-from lib.adapters import Factors, replace_adapter
+from lib.adapters import read_adapter, replace_adapter
 from lib.engine_llama import create_engine
 from lib.llama import Llama
 from lib.llama_config import LlamaConfig
-from lib.tensor_parallel import AXIS, make_mesh, repeated_kv_heads, shard_model, spread
+from lib.tensor_parallel import make_mesh, spread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,64 +36,73 @@ class Replica:
     mesh: Mesh | None = None
 
 
-def load_replicas(
-    load: Callable[[], Llama], config: LlamaConfig, *, data_parallel: int, tensor_parallel: int = 1
-) -> list[Replica]:
-    """Loads a model once, and puts it on `data_parallel` times `tensor_parallel` devices. Raises `DevicesError`."""
+def load_replica(load: Callable[[], Llama], config: LlamaConfig, *, tensor_parallel: int = 1) -> Replica:
+    """Loads a model and puts it on the first `tensor_parallel` devices. Raises `DevicesError`."""
+    model, config, mesh = spread(load, config, tensor_parallel)
+    return Replica(model, config, mesh=mesh)
+
+
+def load_replicas(load: Callable[[], Llama], config: LlamaConfig, *, data_parallel: int) -> list[Replica]:
+    """Loads a model once, and puts it on each of `data_parallel` devices. Raises `DevicesError`."""
     if data_parallel == 1:
-        model, config, mesh = spread(load, config, tensor_parallel)
-        return [Replica(model, config, mesh=mesh)]
-    groups = make_mesh(data_parallel * tensor_parallel).devices.reshape(data_parallel, tensor_parallel)
-    repeated_kv_heads(config, tensor_parallel)  # raises before the model is loaded
+        return [load_replica(load, config)]
+    devices = make_mesh(data_parallel).devices
     with jax.default_device(jax.local_devices(backend="cpu")[0]):  # so that no GPU holds two models
-        model = load()
-        return [_put(model, config, list(devices)) for devices in groups]
+        graph, weights = nnx.split(load())
+        return [Replica(nnx.merge(graph, jax.device_put(weights, device)), config, device) for device in devices]
 
 
-def _put(model: Llama, config: LlamaConfig, devices: list[jax.Device]) -> Replica:
-    first = devices[0]
-    if len(devices) > 1:
-        mesh = jax.make_mesh((len(devices),), (AXIS,), devices=devices)
-        return Replica(shard_model(model, config, mesh), repeated_kv_heads(config, mesh.size), first, mesh)
-    graph, weights = nnx.split(model)
-    return Replica(nnx.merge(graph, jax.device_put(weights, first)), config, first)
-
-
-def create_engines(
-    replicas: Sequence[Replica],
+def create_replica_engine(
+    replica: Replica,
     options: jaxpaged.EngineOptions,
     *,
     block_size: int,
     dtype: str,
     num_blocks: int | None = None,
     vocabulary: Vocabulary | None = None,
+) -> jaxpaged.Engine:
+    """Creates a replica's engine, with the arguments of `create_engine`."""
+    return create_engine(
+        replica.model,
+        replica.config,
+        options,
+        block_size=block_size,
+        dtype=dtype,
+        num_blocks=num_blocks,
+        mesh=replica.mesh,
+        device=replica.device,
+        vocabulary=vocabulary,
+    )
+
+
+def create_engines(
+    replicas: Sequence[Replica], options: jaxpaged.EngineOptions, *, block_size: int, dtype: str
 ) -> list[jaxpaged.Engine]:
-    """Creates an engine for each replica, with the arguments of `create_engine`. Each has its own seed.
+    """Creates an engine for each replica. Each has its own seed.
 
     The first engine is compiled alone: on GPUs, JAX's persistent cache then has the program for the others.
     """
     precision = jax.config.jax_default_matmul_precision  # each thread has its own
 
     def create(index: int) -> jaxpaged.Engine:
-        of_one, seed = replicas[index], (options.seed + index) % 2**32
         with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
-            return create_engine(
-                of_one.model,
-                of_one.config,
-                dataclasses.replace(options, seed=seed),
-                block_size=block_size,
-                dtype=dtype,
-                num_blocks=num_blocks,
-                mesh=of_one.mesh,
-                device=of_one.device,
-                vocabulary=vocabulary,
-            )
+            own = with_own_seed(options, index)
+            return create_replica_engine(replicas[index], own, block_size=block_size, dtype=dtype)
 
     first = create(0)
     with ThreadPoolExecutor() as threads:
         return [first, *threads.map(create, range(1, len(replicas)))]
 
 
-def replace_adapters(replicas: Sequence[Replica], slot: int, factors: Factors) -> list[nnx.State]:
-    """Writes another adapter to a slot of each model. Returns the models' weights. Raises `CheckpointError`."""
-    return [replace_adapter(replica.model, slot, factors) for replica in replicas]
+def with_own_seed(options: jaxpaged.EngineOptions, index: int) -> jaxpaged.EngineOptions:
+    """The options of one of several engines: each chooses other seeds for requests without one."""
+    return dataclasses.replace(options, seed=(options.seed + index) % 2**32)
+
+
+def load_adapter_into(slot: int, folder: Path, replica: Replica) -> Callable[[jaxpaged.Engine], None]:
+    """Writes an adapter to a slot of the replica's model. Returns the change of its engine. Raises `CheckpointError`.
+
+    For `EngineRunner.call`: only the path of the adapter goes to another process.
+    """
+    weights = replace_adapter(replica.model, slot, read_adapter(folder))
+    return operator.methodcaller("update_weights", weights, adapters=[slot])

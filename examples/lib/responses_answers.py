@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from lib.engine_thread import EngineFailedError
+from lib.engine_runner import EngineFailedError
 from lib.pieces import Piece, Pieces
 from lib.response_store import ResponseStore
 from lib.responses_forms import ResponsesAsk

@@ -98,7 +98,7 @@ def server(service):
 @pytest.fixture
 def gate(service, monkeypatch):
     """Makes the engine wait before each step while the gate is shut. `is_reached` is true while it waits."""
-    engine, gate, is_reached = service.engines.threads[0].engine, threading.Event(), threading.Event()
+    engine, gate, is_reached = service.engines.runners[0].engine, threading.Event(), threading.Event()
     step = engine.step
     monkeypatch.setattr(engine, "step", lambda **how: is_reached.set() or (gate.wait(60) and step(**how)))
     yield SimpleNamespace(set=gate.set, is_reached=is_reached.is_set)

@@ -6,6 +6,7 @@ import functools
 from types import SimpleNamespace
 
 from jaxpaged import Completion, EngineStats, RequestOutput
+from lib.engine_thread import EngineThread
 from lib.engines import Engines
 from lib.tokenizer import Tokenizer
 from lib.tool_formats import FORMATS
@@ -91,7 +92,7 @@ def scripted_service(form, *, tokens_per_step=3, **changes):
 
     tokenizer = make_tokenizer(form == "openai")
     config = SimpleNamespace(vocab_size=tokenizer.tokenizer.get_vocab_size())
-    engines = Engines([ScriptedEngine(tokens_per_step)], most_completions=8)
+    engines = Engines([EngineThread(ScriptedEngine(tokens_per_step))], most_completions=8)
     options = dict(
         served_names=("model",), max_model_len=5000, api_key=KEY, max_body_bytes=10**5, tool_format=FORMATS.get(form)
     )
@@ -100,7 +101,7 @@ def scripted_service(form, *, tokens_per_step=3, **changes):
 
 
 def engine_of(service):
-    return service.engines.threads[0].engine
+    return service.engines.runners[0].engine
 
 
 def answer_with(service, *texts, cut=0):

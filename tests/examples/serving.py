@@ -14,6 +14,7 @@ import openai
 from prometheus_client.parser import text_string_to_metric_families
 
 import serve
+from lib.engine_thread import EngineThread
 from lib.engines import Engines
 from lib.fields import Fields
 from lib.http_server import Server, bind
@@ -44,7 +45,7 @@ SERVICE = SimpleNamespace(  # enough to parse requests
 @contextlib.contextmanager
 def running(service, drain_seconds=30.0, **changes):
     """A server around the engines of a changed service. No other server may use them at the same time."""
-    used = [thread.engine for thread in service.engines.threads]
+    used = [EngineThread(runner.engine, runner.model) for runner in service.engines.runners]
     engines = Engines(used, most_completions=service.engines.most_completions, router=service.engines.router)
     service = dataclasses.replace(service, engines=engines, **changes)
     server = Server(service, drain_seconds=drain_seconds)
@@ -65,10 +66,10 @@ def running(service, drain_seconds=30.0, **changes):
             thread.join(60)
         assert not thread.is_alive()
     assert engines.failure is not None or engines.num_open == 0
-    for thread in engines.threads:
-        if thread.failure is None:
-            assert not thread.engine.has_unfinished_requests
-            assert int(thread.engine._runner.state.allocator.num_free) == thread.engine._options.num_blocks - 1
+    for runner in engines.runners:
+        if runner.failure is None:
+            assert not runner.engine.has_unfinished_requests
+            assert int(runner.engine._runner.state.allocator.num_free) == runner.engine._options.num_blocks - 1
 
 
 def wait_for(condition):

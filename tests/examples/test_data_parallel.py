@@ -7,7 +7,8 @@ import pytest
 
 import data_parallel
 from jaxpaged import SamplingParams
-from lib.engine_thread import EngineFailedError
+from lib.engine_runner import EngineFailedError
+from lib.engine_thread import EngineThread
 from lib.engines import Engines
 from lib.router import Router
 from tests.timed_engine import TimedEngine
@@ -42,7 +43,7 @@ def test_two_engines_give_the_texts_of_one_in_order(tiny, engines, capsys, tempe
     assert re.findall(r"^(.*)\n--> ", two, re.MULTILINE) == PROMPTS
     assert two == one
     assert len(set(one.split("\n--> "))) == 1 + len(PROMPTS)
-    assert all(thread.stats.num_generated for thread in engines[1].threads)
+    assert all(thread.stats.num_generated for thread in engines[1].runners)
 
 
 class NamedEngine(TimedEngine):
@@ -61,7 +62,7 @@ class NamedEngine(TimedEngine):
 
 def serve(prompts, num_tokens, most):
     made = [NamedEngine(), NamedEngine()]
-    engines = Engines(made, most_completions=most, router=Router(4, has_affinity=True))
+    engines = Engines(list(map(EngineThread, made)), most_completions=most, router=Router(4, has_affinity=True))
     requests = [(p, SamplingParams(max_tokens=n)) for p, n in zip(prompts, num_tokens, strict=True)]
     outputs = asyncio.run(data_parallel.generate(engines, requests))
     assert [len(output.outputs[0].token_ids) for output in outputs] == num_tokens

@@ -11,7 +11,8 @@ import time
 import pytest
 
 from jaxpaged import Completion, RequestOutput, SamplingParams
-from lib import engine_thread
+from lib import engine_runner
+from lib.engine_thread import EngineThread
 from lib.engines import Engines, Generation
 from tests.examples.serving import KEY, body, make_service, running
 from tests.timed_engine import TimedEngine
@@ -65,7 +66,7 @@ def test_a_slow_reader_holds_one_output_and_misses_no_token():
 
 
 def test_a_finished_completion_of_an_open_request_is_not_running(service):
-    running = Engines([service.engines.threads[0].engine], most_completions=4)
+    running = Engines([EngineThread(service.engines.runners[0].engine)], most_completions=4)
     generation = running.open(4)
     assert running.num_open == 4
     running.start(generation, [([1], SamplingParams(n=3)), ([1], SamplingParams())])
@@ -77,7 +78,8 @@ def test_a_finished_completion_of_an_open_request_is_not_running(service):
 
 def test_a_request_that_follows_an_answer_starts_with_the_next_slice(monkeypatch):
     engine = TimedEngine(slice_seconds=0.2)
-    running, calls, step, add_request = Engines([engine], most_completions=4), [], engine.step, engine.add_request
+    running = Engines([EngineThread(engine)], most_completions=4)
+    calls, step, add_request = [], engine.step, engine.add_request
 
     def logged_step(**how):
         calls.append("step")
@@ -107,10 +109,10 @@ def test_a_request_that_follows_an_answer_starts_with_the_next_slice(monkeypatch
 
 
 def test_a_busy_event_loop_gets_several_tokens_at_once(monkeypatch):
-    monkeypatch.setattr(engine_thread, "LOOP_SHARE", 1e-9)  # any work exceeds this share
-    monkeypatch.setattr(engine_thread, "MOST_HELD_SECONDS", 0.5)
+    monkeypatch.setattr(EngineThread, "loop_share", 1e-9)  # any work exceeds this share
+    monkeypatch.setattr(engine_runner, "MOST_HELD_SECONDS", 0.5)
     engine = TimedEngine(num_seats=1, slice_seconds=0.02)
-    running = Engines([engine], most_completions=1)
+    running = Engines([EngineThread(engine)], most_completions=1)
 
     async def ask():
         async with running.running():

@@ -72,7 +72,7 @@ def test_an_adapter_is_loaded_replaced_and_unloaded(runtime_server, tiny, adapte
 
 def test_a_slot_is_freed_when_its_last_request_ends(runtime_server, adapters, monkeypatch):
     server, folder = runtime_server, str(adapters["large"][0])
-    engine, may_step = server.engines.threads[0].engine, threading.Event()
+    engine, may_step = server.engines.runners[0].engine, threading.Event()
     step = engine.step
     assert load_adapter(server, "one", folder)[0] == 200
     monkeypatch.setattr(engine, "step", lambda **how: may_step.wait(60) and step(**how))

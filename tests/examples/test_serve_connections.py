@@ -161,7 +161,7 @@ def test_draining_aborts_slow_requests(service, gate):
         stream = complete(server, **LONG, stream=True)
         wait_for(gate.is_reached)  # the request has left the inbox
         drain(server, signal.SIGINT)
-        wait_for(lambda: not server.engines.threads[0]._inbox.empty())  # the abort
+        wait_for(lambda: not server.engines.runners[0]._engine_loop.inbox.empty())  # the abort
         gate.set()
         assert list(stream)[-1].choices[0].finish_reason == "abort"
 
@@ -183,7 +183,7 @@ def test_draining_does_not_wait_for_a_slow_prompt(service, monkeypatch):
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_engine_that_fails_ends_the_server(service, monkeypatch, error):
-    engine = service.engines.threads[0].engine
+    engine = service.engines.runners[0].engine
 
     def fail(**how):
         engine.abort()

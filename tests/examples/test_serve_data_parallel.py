@@ -48,12 +48,12 @@ def two(pair):
 @pytest.fixture
 def gates(pair, monkeypatch):
     """For each engine, an event without which it does no step."""
-    events = [threading.Event() for _ in pair.engines.threads]
+    events = [threading.Event() for _ in pair.engines.runners]
 
     def gated(step, event):
         return lambda **how: event.wait(60) and step(**how)
 
-    for thread, event in zip(pair.engines.threads, events, strict=True):
+    for thread, event in zip(pair.engines.runners, events, strict=True):
         monkeypatch.setattr(thread.engine, "step", gated(thread.engine.step, event))
     yield events
     for event in events:
@@ -71,7 +71,7 @@ def streams_on_both(server):
 
 
 def test_each_engine_has_its_own_device_and_seed(pair):
-    engines = [thread.engine for thread in pair.engines.threads]
+    engines = [thread.engine for thread in pair.engines.runners]
     for engine, device in zip(engines, jax.devices(), strict=False):
         arrays = jax.tree.leaves((engine._runner.weights, engine._runner.state))
         assert {next(iter(array.devices())) for array in arrays if isinstance(array, jax.Array)} == {device}
@@ -84,10 +84,10 @@ def test_each_engine_has_its_own_device_and_seed(pair):
 def test_answers_equal_one_engine_and_are_in_the_order_of_the_prompts(server, two, tiny):
     for options in (dict(temperature=0), dict(temperature=2, seed=3)):
         expected = texts(complete(server, prompt=PROMPTS, max_tokens=12, **options))
-        before = [thread.stats.num_generated for thread in two.engines.threads]
+        before = [thread.stats.num_generated for thread in two.engines.runners]
         assert texts(complete(two, prompt=PROMPTS, max_tokens=12, **options)) == expected
         assert len(set(expected)) == len(PROMPTS)
-        assert all(thread.stats.num_generated > n for thread, n in zip(two.engines.threads, before, strict=True))
+        assert all(thread.stats.num_generated > n for thread, n in zip(two.engines.runners, before, strict=True))
         streams = [complete(two, prompt=prompt, max_tokens=12, stream=True, **options) for prompt in PROMPTS]
         assert [text_of(stream) for stream in streams] == expected
     ids = tiny.tokenizer.encode(PROMPTS[0])
@@ -161,7 +161,7 @@ def test_a_runtime_adapter_is_loaded_into_both(two, tiny, adapters):
     slot, prompt = two.service.names["new"], tiny.tokenizer.encode(PROMPT)
     expected = greedy({layer: x + merged.get(layer, 0) for layer, x in tiny.tensors.items()}, prompt, 10)
     params = SamplingParams(max_tokens=10, temperature=0, adapter=slot, stop_token_ids=(EOS,))
-    for thread in two.engines.threads:
+    for thread in two.engines.runners:
         calling = thread.call(lambda engine: engine.generate([prompt], params))
         (output,) = asyncio.run_coroutine_threadsafe(calling, two.server.loop).result(60)
         assert output.outputs[0].token_ids == expected
@@ -173,7 +173,7 @@ def breaking(pair, monkeypatch):
     """Makes the next step of an engine fail, once the returned event is set."""
 
     def break_engine(index):
-        engine, may_fail = pair.engines.threads[index].engine, threading.Event()
+        engine, may_fail = pair.engines.runners[index].engine, threading.Event()
         step = engine.step
 
         def fail(**how):
@@ -229,7 +229,7 @@ def test_a_change_of_weights_does_not_wait_for_a_failed_engine(two, breaking, ad
     with streams_on_both(two):
         client = threading.Thread(target=lambda: answers.append(load_adapter(two, "new", adapters["large"][0])))
         client.start()
-        wait_for(lambda: two.engines.threads[1]._calls)
+        wait_for(lambda: two.engines.runners[1]._calls)
         may_fail.set()
         client.join(60)
     assert [status for status, _ in answers] == [500]
@@ -266,11 +266,11 @@ def test_two_engines_that_are_each_tensor_parallel(tmp_path):
         expected = stream_all(one)
     assert len(set(expected)) == len(PROMPTS)
     with running(make_service(folder, "--data-parallel=2", "--tensor-parallel=4")) as two:
-        for thread, devices in zip(two.engines.threads, (jax.devices()[:4], jax.devices()[4:8]), strict=True):
+        for thread, devices in zip(two.engines.runners, (jax.devices()[:4], jax.devices()[4:8]), strict=True):
             arrays = jax.tree.leaves((thread.engine._runner.weights, thread.engine._runner.state))
             assert all(array.devices() == set(devices) for array in arrays)
         assert stream_all(two) == expected
-        assert all(thread.stats.num_generated for thread in two.engines.threads)
+        assert all(thread.stats.num_generated for thread in two.engines.runners)
 
 
 def test_too_few_devices_are_refused(tiny):

@@ -166,7 +166,7 @@ def test_each_chunk_can_have_the_usage(server, call):
 
 @pytest.mark.parametrize("wrong", [-math.inf, math.nan])
 def test_infinite_logprobs_become_very_low_numbers(server, monkeypatch, wrong):
-    engine = server.engines.threads[0].engine
+    engine = server.engines.runners[0].engine
     step = engine.step
 
     def wrong_step(**how):

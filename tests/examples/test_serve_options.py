@@ -46,7 +46,7 @@ def test_names_of_adapters_are_unique(tiny):
 
 
 def test_the_form_of_tool_calls(tiny, monkeypatch):
-    monkeypatch.setattr(serve, "create_engines", lambda *_, **__: None)
+    monkeypatch.setattr(serve, "create_thread", lambda *_: None)
     monkeypatch.setattr(serve, "Engines", lambda *_, **__: None)
     assert make_service(tiny.path).tool_format is None  # its template has none
     assert make_service(tiny.path, "--tool-call-parser=mistral").tool_format is FORMATS["mistral"]
@@ -54,7 +54,7 @@ def test_the_form_of_tool_calls(tiny, monkeypatch):
 
 def test_the_memory_of_the_cache(tiny, capsys, monkeypatch):
     made, config = {}, tiny.config
-    monkeypatch.setattr(serve, "create_engines", lambda replicas, options, **more: made.update(vars(options) | more))
+    monkeypatch.setattr(serve, "create_thread", lambda model, _: made.update(vars(model.options) | vars(model)))
     monkeypatch.setattr(serve, "Engines", lambda *_, **__: None)
     make_service(tiny.path, "--cache-mb=1", "--host-cache-mb=3")
     bytes_per_token = 2 * 4 * config.num_layers * config.num_kv_heads * config.head_dim
@@ -112,7 +112,7 @@ def test_a_maximum_length_that_is_not_reached_is_reported(tiny, capsys, options,
 )
 def test_the_host_is_checked_on_loopback_without_a_key(tiny, monkeypatch, options, checks):
     monkeypatch.delenv(serve.API_KEY, raising=False)
-    monkeypatch.setattr(serve, "create_engines", lambda *_, **__: None)
+    monkeypatch.setattr(serve, "create_thread", lambda *_: None)
     monkeypatch.setattr(serve, "Engines", lambda *_, **__: None)
     arguments = serve.parse_arguments([f"--model={tiny.path}", "--dtype=float32", *options])
     assert serve.create_service(arguments).checks_host == checks

@@ -58,7 +58,7 @@ def read(server, tmp_path):
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 def test_the_numbers_of_the_page_move_while_a_request_runs(server, read, monkeypatch):
-    engine, may_step = server.engines.threads[0].engine, threading.Semaphore(0)
+    engine, may_step = server.engines.runners[0].engine, threading.Semaphore(0)
     step = engine.step
     monkeypatch.setattr(engine, "step", lambda **how: may_step.acquire(timeout=60) and step(**how))
     wait_for(lambda: read().get("state") == "ok")

@@ -15,7 +15,7 @@ from lib.fields import Fields
 from lib.generation import generated, run_generation
 from lib.llama import Llama
 from lib.llama_config import LlamaConfig
-from lib.replicas import load_replicas
+from lib.replicas import load_replica
 from lib.sampling import Sampling
 from lib.start import start
 from lib.tensor_parallel import CACHE, DevicesError, create_on, make_mesh, repeated_kv_heads, replicate, shard_model
@@ -94,17 +94,17 @@ def test_devices_exchange_only_sums():
 @pytest.mark.parametrize(
     ("devices", "changes", "message"),
     [
-        ((1, 8), dict(num_kv_heads=3), "num_kv_heads=3 do not go evenly over 8 devices; use 1 or 3 or 6."),
-        ((2, 4), dict(num_kv_heads=3), "num_kv_heads=3 do not go evenly over 4 devices; use 1 or 3."),
-        ((1, 8), dict(num_kv_heads=4, num_heads=4), "num_heads=4 do not go evenly over 8 devices; use 1 or 2 or 4."),
-        ((1, 8), dict(num_kv_heads=8, hidden_features=36), "hidden_features=36 do not .* use 1 or 2 or 4."),
+        (8, dict(num_kv_heads=3), "num_kv_heads=3 do not go evenly over 8 devices; use 1 or 3 or 6."),
+        (4, dict(num_kv_heads=3), "num_kv_heads=3 do not go evenly over 4 devices; use 1 or 3."),
+        (8, dict(num_kv_heads=4, num_heads=4), "num_heads=4 do not go evenly over 8 devices; use 1 or 2 or 4."),
+        (8, dict(num_kv_heads=8, hidden_features=36), "hidden_features=36 do not .* use 1 or 2 or 4."),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_before_the_model_is_loaded(devices, changes, message):
     sizes = dict(num_heads=24, hidden_features=96, vocab_size=96)
     config = dataclasses.replace(small_config(num_kv_heads=2), **sizes | changes)
     with pytest.raises(DevicesError, match=message):
-        load_replicas(lambda: pytest.fail("loaded"), config, data_parallel=devices[0], tensor_parallel=devices[1])
+        load_replica(lambda: pytest.fail("loaded"), config, tensor_parallel=devices)
 
 
 def test_the_command(tiny, run_generate):

@@ -9,12 +9,13 @@ one completion after another, and every answer must have the requested number of
 
 - engine: the same engine without a server; when a request has ended, the next is added;
 - server: the whole server;
-- server, N engines: with --data-parallel N, the server with an engine on each of N devices, for the same clients, and
-  for N times the clients and requests. `speedup` is over the row `server`.
+- server, N engines: with --data-parallel N, the server with N engines, each in its own process and on its own GPU, for
+  the same clients, and for N times the clients and requests. `speedup` is over the row `server`.
 
 More `slices` than the engine alone mean that requests reached it later and left seats free. `cpu_us_per_token` is the
-processor time per token of the whole process, the engine's thread included. `event_loop_us_per_token` is the time of
-the thread that reads requests, decodes text and writes events.
+processor time per token of the server's process, with the engine's thread if there is one. `engines_cpu_us_per_token`
+is that of the engines' processes. `event_loop_us_per_token` is the time of the thread that reads requests, decodes text
+and writes events.
 """
 
 import argparse
@@ -27,7 +28,7 @@ import string
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -38,10 +39,21 @@ import numpy as np
 from benchmarks.checks import require
 from benchmarks.engine.model import CONFIGS
 from benchmarks.engine.stream_clients import stream
-from benchmarks.engine.workload import BLOCK_SIZE, SIZES, Request, create_engine, workload
+from benchmarks.engine.workload import (
+    BLOCK_SIZE,
+    SIZES,
+    RandomModel,
+    Request,
+    create_engine,
+    processor_seconds,
+    workload,
+)
 from benchmarks.harness import add_output, open_store
 from jaxpaged import SamplingParams
 from lib.checkpoint import Checkpoint
+from lib.engine_process import EngineProcess, EngineProcesses
+from lib.engine_runner import EngineRunner
+from lib.engine_thread import EngineThread
 from lib.engines import Engines
 from lib.router import Router
 from lib.tokenizer import Tokenizer
@@ -61,31 +73,30 @@ def make_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 @contextlib.contextmanager
-def serving(made: Sequence[Any], tokenizer: Tokenizer, options: argparse.Namespace) -> Iterator[Any]:
-    """The server of examples/serve.py around engines: its `port`, and `loop_seconds()` of its event loop."""
+def serving(
+    runners: Sequence[EngineRunner], tokenizer: Tokenizer, most_clients: int, options: argparse.Namespace
+) -> Iterator[Any]:
+    """The server of examples/serve.py around engines: its `port`, and `run` for coroutines in its event loop."""
     from lib.http_server import Server, bind
     from lib.service import Service
 
     vocab_size = CONFIGS[options.model].vocab_size
     checkpoint = Checkpoint(SimpleNamespace(vocab_size=vocab_size), tokenizer, {})  # type: ignore[arg-type]
-    engines = Engines(made, most_completions=2 * len(made) * options.clients, router=Router(BLOCK_SIZE))
+    engines = Engines(runners, most_completions=2 * most_clients, router=Router(BLOCK_SIZE))
     service = Service(engines, checkpoint, ("model",), max_model_len=2 * SIZES[options.model].longest)
     started = threading.Event()
     server = Server(service, drain_seconds=30, on_start=started.set)
 
-    async def thread_time() -> float:
-        return time.thread_time()
-
-    def loop_seconds() -> float:
+    def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
         assert server.loop is not None
-        return asyncio.run_coroutine_threadsafe(thread_time(), server.loop).result()
+        return asyncio.run_coroutine_threadsafe(coroutine, server.loop).result()
 
     with bind("127.0.0.1", 0) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         started.wait()
         try:
-            yield SimpleNamespace(port=listener.getsockname()[1], loop_seconds=loop_seconds)
+            yield SimpleNamespace(port=listener.getsockname()[1], run=run, runners=runners)
         finally:
             server.handle_exit(signal.SIGTERM, None)
             thread.join()
@@ -120,44 +131,65 @@ def measure_alone(engine: Any, work: Sequence[Request], at_once: int) -> dict[st
     )
 
 
-def measure_server(
-    engines: Sequence[Any], work: Sequence[Request], tokenizer: Tokenizer, num_clients: int, options: argparse.Namespace
-) -> dict[str, Any]:
+def measure_server(server: Any, work: Sequence[Request], num_clients: int) -> dict[str, Any]:
     wanted = sum(new for _, new in work)
-    context = multiprocessing.get_context("spawn")
-    with serving(engines, tokenizer, options) as server, ProcessPoolExecutor(1, context) as clients:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as clients:
         clients.submit(stream, server.port, [([1], 1)] * 2, 2).result()  # start the process and warm up its code
-        slices_begin, cpu_begin, loop_begin = num_slices(engines), time.process_time(), server.loop_seconds()
+        before = server.run(counters(server.runners))
         seconds, answers = clients.submit(stream, server.port, work, num_clients).result()
-        cpu, loop = time.process_time() - cpu_begin, server.loop_seconds() - loop_begin
+        used = {name: value - before[name] for name, value in server.run(counters(server.runners)).items()}
     counts = [answer.num_tokens for answer in answers]
     require(counts == [new for _, new in work], "an answer has not as many tokens as were asked for")
     firsts = [answer.seconds_to_first * 1e3 for answer in answers]
     return dict(
         seconds=seconds,
         tokens_per_s=wanted / seconds,
-        slices=num_slices(engines) - slices_begin,
-        cpu_us_per_token=cpu / wanted * 1e6,
-        event_loop_us_per_token=loop / wanted * 1e6,
-        event_loop_share=loop / seconds,
+        slices=used.pop("slices"),
+        **{f"{name}_us_per_token": value / wanted * 1e6 for name, value in used.items()},
+        event_loop_share=used["event_loop"] / seconds,
         events=sum(answer.num_events for answer in answers),
         to_first_ms=dict(zip(("p50", "p99"), np.quantile(firsts, (0.5, 0.99)).tolist(), strict=True)),
     )
 
 
-def num_slices(engines: Sequence[Any]) -> int:
-    return sum(engine.stats().num_slices for engine in engines)
+async def counters(runners: Sequence[EngineRunner]) -> dict[str, float]:
+    """Slices of all engines; processor seconds of this process, its event loop and the engines' processes."""
+    slices = sum(runner.stats.num_slices for runner in runners)
+    used = dict(slices=slices, cpu=time.process_time(), event_loop=time.thread_time())
+    of_processes = [await runner.call(processor_seconds) for runner in runners if isinstance(runner, EngineProcess)]
+    return used | ({"engines_cpu": sum(of_processes)} if of_processes else {})
 
 
-def create_engines(options: argparse.Namespace) -> tuple[list[Any], list[float]]:
-    """An engine for each device, and the seconds that each needed. Later ones find the program in JAX's cache."""
-    engines, seconds = [], []
-    for device in jax.devices()[: options.data_parallel] if options.data_parallel > 1 else [None]:
-        begin = time.perf_counter()
-        engines.append(create_engine(options.model, device=device, steps_per_slice=options.steps_per_slice))
-        seconds.append(time.perf_counter() - begin)
-    require(len(engines) == options.data_parallel, f"JAX sees {len(engines)} devices")
-    return engines, seconds
+def measure_one(work: Sequence[Request], options: argparse.Namespace) -> tuple[str | None, dict[str, dict[str, Any]]]:
+    """The GPU's name, and the rows of one engine."""
+    begin = time.perf_counter()
+    engine = create_engine(options.model, steps_per_slice=options.steps_per_slice)
+    ready_seconds = time.perf_counter() - begin
+    alone = measure_alone(engine, work, options.clients)
+    tokenizer = make_tokenizer(CONFIGS[options.model].vocab_size)
+    with serving([EngineThread(engine)], tokenizer, options.clients, options) as server:
+        served = measure_server(server, work, options.clients)
+    served["of_engine"] = served["tokens_per_s"] / alone["tokens_per_s"]
+    device = jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None
+    return device, {"engine": alone | dict(ready_seconds=ready_seconds), "server": served}
+
+
+def measure_several(options: argparse.Namespace, of_one: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of several engines, each in its own process. `of_one`: tokens per second of a server with one."""
+    count, begin = options.data_parallel, time.perf_counter()
+    model = RandomModel(options.model, options.steps_per_slice)
+    with EngineProcesses(count) as processes:
+        processes.backend()  # fails if there are too few GPUs
+        runners = processes.create([model] * count)
+    ready_seconds = time.perf_counter() - begin
+    tokenizer = make_tokenizer(CONFIGS[options.model].vocab_size)
+    with serving(runners, tokenizer, count * options.clients, options) as server:
+        for factor in (1, count):
+            clients = factor * options.clients
+            work = workload(factor * options.requests, SIZES[options.model].longest)
+            row = measure_server(server, work, clients)
+            row |= dict(speedup=row["tokens_per_s"] / of_one, ready_seconds=ready_seconds)
+            yield f"server, {count} engines, {clients} clients", row
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -165,7 +197,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="8b", choices=tuple(CONFIGS))
     parser.add_argument("--clients", type=int, default=256)
     parser.add_argument("--requests", type=int, default=1024)
-    parser.add_argument("--data-parallel", type=int, default=1, help="engines, each on its own device")
+    parser.add_argument("--data-parallel", type=int, default=1, help="engines, each in a process and on a GPU")
     parser.add_argument("--steps-per-slice", type=int, help="instead of the engine's own")
     add_output(parser)
     options = parser.parse_args(arguments)
@@ -175,23 +207,21 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_options(arguments)
-    vocab_size, longest = CONFIGS[options.model].vocab_size, SIZES[options.model].longest
     settings = dict(clients=options.clients, steps_per_slice=options.steps_per_slice)
     name, count = f"engine_server_{options.model}", options.data_parallel
-    store = open_store(name if count == 1 else f"{name}_x{count}", options, **settings)
-    engines, seconds = create_engines(options)
-    work = workload(options.requests, longest)
-    tokenizer = make_tokenizer(vocab_size)
-    alone = measure_alone(engines[0], work, options.clients)
-    store.add("engine", alone | dict(ready_seconds=seconds))
-    served = measure_server(engines[:1], work, tokenizer, options.clients, options)
-    served["of_engine"] = served["tokens_per_s"] / alone["tokens_per_s"]
-    store.add("server", served)
-    for clients in (options.clients, count * options.clients) if count > 1 else ():
-        more = workload(options.requests * clients // options.clients, longest)
-        several = measure_server(engines, more, tokenizer, clients, options)
-        several["speedup"] = several["tokens_per_s"] / served["tokens_per_s"]
-        store.add(f"server, {count} engines, {clients} clients", several)
+    work = workload(options.requests, SIZES[options.model].longest)
+    if count == 1:
+        device, rows = measure_one(work, options)
+    else:  # in a process of its own, which leaves its GPU to the next
+        jax.config.update("jax_platforms", "cpu")
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
+            device, rows = other.submit(measure_one, work, options).result()
+    store = open_store(name if count == 1 else f"{name}_x{count}", options, device=device, **settings)
+    for row, point in rows.items():
+        store.add(row, point)
+    if count > 1:
+        for row, point in measure_several(options, of_one=rows["server"]["tokens_per_s"]):
+            store.add(row, point)
     for row, point in store.points.items():
         print(f"{row:>8}  {point}", flush=True)
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -109,6 +109,25 @@ def engine_of(
         caches = jax.device_put(caches, device)
     apply, head = packed_model(config, **attention_options), packed_head(config)
     return Engine(apply, weights, caches, head=head, vocabulary=vocabulary, options=options)
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomModel:
+    """How the process of an engine makes it (`lib/engine_process.py`)."""
+
+    model: str
+    steps_per_slice: int | None = None
+
+    def load(self) -> Any:
+        return random_weights(CONFIGS[self.model])
+
+    def create(self, weights: Any) -> Engine:
+        return create_engine(self.model, weights, steps_per_slice=self.steps_per_slice)
+
+
+def processor_seconds(weights: Any) -> Callable[[Engine], float]:
+    """For `EngineRunner.call`: the processor time of the engine's process."""
+    return lambda engine: time.process_time()
 
 
 def run_work(engine: Engine, work: Sequence[Request], *, longest_first: bool = False, **sampling: Any) -> int:

@@ -1,5 +1,6 @@
 """A server of examples/serve.py around a tiny model, and requests to it."""
 
+import asyncio
 import collections
 import contextlib
 import dataclasses
@@ -47,8 +48,18 @@ def running(service, drain_seconds=30.0, **changes):
     """A server around the engines of a changed service. No other server may use them at the same time."""
     used = [EngineThread(runner.engine, runner.model) for runner in service.engines.runners]
     engines = Engines(used, most_completions=service.engines.most_completions, router=service.engines.router)
-    service = dataclasses.replace(service, engines=engines, **changes)
-    server = Server(service, drain_seconds=drain_seconds)
+    with started(dataclasses.replace(service, engines=engines, **changes), drain_seconds) as server:
+        yield server
+    for runner in engines.runners:
+        if runner.failure is None:
+            assert not runner.engine.has_unfinished_requests
+            assert int(runner.engine._runner.state.allocator.num_free) == runner.engine._options.num_blocks - 1
+
+
+@contextlib.contextmanager
+def started(service, drain_seconds=30.0):
+    """A server of a service, which is drained at the end."""
+    server, engines = Server(service, drain_seconds=drain_seconds), service.engines
     with bind("127.0.0.1", 0) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
@@ -66,10 +77,12 @@ def running(service, drain_seconds=30.0, **changes):
             thread.join(60)
         assert not thread.is_alive()
     assert engines.failure is not None or engines.num_open == 0
-    for runner in engines.runners:
-        if runner.failure is None:
-            assert not runner.engine.has_unfinished_requests
-            assert int(runner.engine._runner.state.allocator.num_free) == runner.engine._options.num_blocks - 1
+
+
+def call(server, index, prepare):
+    """The result of `EngineRunner.call` of an engine."""
+    calling = server.engines.runners[index].call(prepare)
+    return asyncio.run_coroutine_threadsafe(calling, server.server.loop).result(60)
 
 
 def wait_for(condition):

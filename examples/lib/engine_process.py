@@ -102,7 +102,7 @@ class EngineProcesses:
                 try:
                     name, reply = child.pipe.recv()
                 except (EOFError, OSError):
-                    name, reply = "failed", f"the process {child.wait()}"
+                    name, reply = "failed", f"its process {child.wait()}"
                 if name == "refused":
                     raise RequestError(reply)
                 if name == "failed":

@@ -87,4 +87,7 @@ class EngineChild:
 
     def _send(self, *report: Any) -> None:
         with self._lock:
-            self._pipe.send(report)
+            try:
+                self._pipe.send(report)
+            except OSError:
+                os._exit(1)  # the server has ended

@@ -12,6 +12,7 @@ import pytest
 
 from jaxpaged import Completion, RequestOutput, SamplingParams
 from lib import engine_runner
+from lib.engine_runner import EngineFailedError
 from lib.engine_thread import EngineThread
 from lib.engines import Engines, Generation
 from tests.examples.serving import KEY, body, make_service, running
@@ -123,3 +124,79 @@ def test_a_busy_event_loop_gets_several_tokens_at_once(monkeypatch):
     counts = asyncio.run(ask())  # in 0.8 seconds
     assert (counts[0], counts[-1]) == (1, 40)
     assert 3 <= len(counts) <= 6  # one more for each half second
+
+
+def fail_at_minus_one(monkeypatch, engine):
+    add_request = engine.add_request
+
+    def add(prompt, params):
+        if prompt == [-1]:
+            raise RuntimeError("broken")
+        return add_request(prompt, params)
+
+    monkeypatch.setattr(engine, "add_request", add)
+
+
+def test_a_request_over_two_engines_fails_with_one_of_them(monkeypatch):
+    made = [TimedEngine(slice_seconds=0.01), TimedEngine(slice_seconds=0.01)]
+    running = Engines(list(map(EngineThread, made)), most_completions=4)
+    for engine in made:
+        fail_at_minus_one(monkeypatch, engine)
+
+    async def ask():
+        async with running.running():
+            generation = running.open(2)
+            running.start(generation, [([1], SamplingParams(max_tokens=10**6)), ([-1], SamplingParams())])
+            with pytest.raises(EngineFailedError):
+                async for _ in generation.outputs():
+                    pass
+            assert len(running.working) == 1
+            assert sorted(running.num_sent) == [0, 1]
+            running.close(generation)  # aborts the other one
+            await asyncio.wait_for(running._idle.wait(), 60)
+            assert running.num_sent == [0, 0]
+
+    asyncio.run(ask())
+
+
+def test_a_call_does_not_wait_for_a_failed_engine(monkeypatch):
+    made, waits = [TimedEngine(), TimedEngine()], threading.Event()
+    running = Engines([EngineThread(made[0], "first"), EngineThread(made[1], "second")], most_completions=4)
+    fail_at_minus_one(monkeypatch, made[1])
+    called = []
+
+    def prepare(model):
+        if model == "second":
+            waits.wait(60)
+        return lambda engine: called.append(model)
+
+    async def ask():
+        async with running.running():
+            calling = asyncio.ensure_future(running.call(prepare))
+            await asyncio.sleep(0.05)
+            running.runners[1].add({"key": ([-1], SamplingParams())})
+            with pytest.raises(EngineFailedError):
+                await calling
+            assert called == ["first"]
+            await running.call(prepare)
+            assert called == ["first", "first"]
+            waits.set()
+
+    asyncio.run(ask())
+
+
+def test_an_error_of_a_call_leaves_its_engine_running():
+    running = Engines([EngineThread(TimedEngine())], most_completions=4)
+
+    def refuse(model):
+        raise KeyError(model)
+
+    async def ask():
+        async with running.running():
+            with pytest.raises(KeyError):
+                await running.call(refuse)
+            generation = running.open(1)
+            running.start(generation, [([1], SamplingParams(max_tokens=2))])
+            assert [output.finished async for _, output in generation.outputs()][-1]
+
+    asyncio.run(ask())

@@ -4,7 +4,8 @@
     XLA_FLAGS=--xla_force_host_platform_device_count=2 python examples/data_parallel.py ...    # the same on a CPU
 
 The weights are read once and copied to each device. Each engine has its own thread and prefix cache. A prompt whose
-first blocks are in the prefix cache of one engine goes there, unless that engine is full (`lib/router.py`).
+first blocks are in the prefix cache of one engine goes there, unless that engine is full (`lib/router.py`). All threads
+need Python's lock: for a large model, give each engine a process, as `serve.py --data-parallel` does.
 """
 
 import argparse

@@ -13,8 +13,8 @@ one completion after another, and every answer must have the requested number of
   the same clients, and for N times the clients and requests. `speedup` is over the row `server`.
 
 More `slices` than the engine alone mean that requests reached it later and left seats free. `cpu_us_per_token` is the
-processor time per token of the server's process, with the engine's thread if there is one. `engines_cpu_us_per_token`
-is that of the engines' processes. `event_loop_us_per_token` is the time of the thread that reads requests, decodes text
+processor time per token of the server's process, which includes one engine's thread, and `engines_cpu_us_per_token`
+the time of the processes of several engines. `event_loop_us_per_token` is the time of the thread that reads requests, decodes text
 and writes events.
 """
 

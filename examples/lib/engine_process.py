@@ -138,7 +138,7 @@ class Child:
             )
 
     def send(self, *message: Any) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # reading tells the failure
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `recv` then fails too
             self.pipe.send(message)
 
     def wait(self) -> str:
@@ -182,7 +182,7 @@ class EngineProcess[Key: Hashable](EngineRunner[Key]):
         self._outbox.put(pickle.dumps((name, *arguments)))
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # reading tells why the process has ended
+        with contextlib.suppress(OSError):  # the process has ended, and `_read` fails too
             while (message := self._outbox.get()) is not None:
                 self.child.pipe.send_bytes(message)
 

@@ -21,7 +21,7 @@ def plain(num_tokens, reason=None):
     return Completion([7] * num_tokens, None, reason, [0] * num_tokens)
 
 
-OUTPUTS = [  # of each step
+OUTPUTS = [  # one list per step
     [(3, RequestOutput(0, [completion(0), completion(2)], False, [None, float("nan")], [None, {}]))],
     [(4, RequestOutput(1, [plain(1)], False)), (3, RequestOutput(0, [completion(1), completion(2)], False))],
     [(3, RequestOutput(0, [completion(5), completion(4, reason="stop")], False, [None, -1.0], [None, {3: -1.0}], 16))],

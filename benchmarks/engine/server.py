@@ -14,8 +14,8 @@ one completion after another, and every answer must have the requested number of
 
 More `slices` than the engine alone mean that requests reached it later and left seats free. `cpu_us_per_token` is the
 processor time per token of the server's process, which includes one engine's thread, and `engines_cpu_us_per_token`
-the time of the processes of several engines. `event_loop_us_per_token` is the time of the thread that reads requests, decodes text
-and writes events.
+the time of the processes of several engines. `event_loop_us_per_token` is the time of the thread that reads requests,
+decodes text and writes events.
 """
 
 import argparse

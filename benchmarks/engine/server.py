@@ -184,6 +184,8 @@ def measure_several(options: argparse.Namespace, of_one: float) -> Iterator[tupl
     ready_seconds = time.perf_counter() - begin
     tokenizer = make_tokenizer(CONFIGS[options.model].vocab_size)
     with serving(runners, tokenizer, count * options.clients, options) as server:
+        warm_up = workload(options.clients, SIZES[options.model].longest)
+        measure_server(server, warm_up, options.clients)  # as the row `engine` does for one
         for factor in (1, count):
             clients = factor * options.clients
             work = workload(factor * options.requests, SIZES[options.model].longest)

@@ -252,20 +252,22 @@ def test_the_server_process_starts_no_device(tiny):
     """The GPUs are for the engines."""
     script = """if True:
         import serve
+        from contextlib import nullcontext
+        from types import SimpleNamespace
         from jax._src import xla_bridge
-        from lib.engine_process import EngineProcesses
 
-        def fail(*_):
-            print(xla_bridge.backends_are_initialized())
+        def create(recipes):
+            print(len(recipes), xla_bridge.backends_are_initialized())
             raise SystemExit
 
-        EngineProcesses.create, EngineProcesses.backend = fail, lambda _: "gpu"
+        processes = SimpleNamespace(backend=lambda: "gpu", create=create)
+        serve.EngineProcesses = lambda *_, **__: nullcontext(processes)
         serve.main(["--port=0", "--data-parallel=2"])
     """
     command = [sys.executable, "-c", script]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.stdout == "False\n", done.stderr
+    assert done.stdout == "2 False\n", done.stderr
 
 
 @pytest.mark.slow

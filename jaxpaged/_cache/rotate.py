@@ -75,6 +75,7 @@ def rotate_and_write_kv[C: (KVCache, CacheLayer)](
         >>> bool((cache.k[1, 0] == q[0]).all())
         True
     """
+    # One kernel of our own, instead of XLA's three, would gain 4.5% of a step of 0.6B. [rotation_h200]
     q, k = jnp.asarray(q), jnp.asarray(k)
     if q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q and k may differ only in the number of heads; got {q.shape=}, {k.shape=}.")

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 GROUPED_ABOVE = 128  # tokens of a step
-LARGE_EXPERT_BYTES = 16e6  # between gpt-oss's 33 MB and the 6 MB of Qwen3-30B-A3B
+LARGE_EXPERT_BYTES = 16e6  # between gpt-oss's 33 MB and the 6 MB of Qwen3-30B-A3B [h200/experts.json]
 STAGE = 64  # the kernel's block_k, which must divide the inputs; 128 does not divide gpt-oss's 2,880
 ROWS = 8  # the kernel's number of rows must be a multiple
 

@@ -190,7 +190,7 @@ def test_a_busy_machine_is_not_a_client_error(server, monkeypatch, error, status
 
 
 def test_all_paths_but_the_counts_require_the_key(server):
-    adapters = AdapterSlots(num_empty=1, write=lambda slot, factors: None)
+    adapters = AdapterSlots(num_empty=1)
     with running(server.service, adapters=adapters, has_tokenizer_info=True) as opened:
         without_key = {}
         for route in create_app(opened.service).routes:

@@ -23,11 +23,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from benchmarks.engine.model import CONFIGS, fill
+from benchmarks.engine.model import CONFIGS, example_model, fill
 from benchmarks.engine.profile_slice import SHOWN, run_slices, split
 from benchmarks.engine.throughput import worst_nats
 from benchmarks.engine.workload import BLOCK_SIZE, SIZES, Request, time_work, workload
@@ -59,8 +58,7 @@ PROFILES = {"prompts": 16, "tokens": 240}
 
 
 def random_model(name: str) -> Llama:
-    config = CONFIGS[name]
-    graph, shapes = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))))
+    graph, shapes = example_model(CONFIGS[name])
     return nnx.merge(graph, jax.block_until_ready(fill(shapes)))
 
 

@@ -97,9 +97,7 @@ class VllmEngine:
         self._vllm, self.version, self.device = vllm, vllm.__version__, current_platform.get_device_name()
         Path(folder, "config.json").write_text(json.dumps(hugging_face_config(config)))
         llm = vllm.LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=max_length)
-        if (
-            config.num_experts
-        ):  # vLLM's weights are so small that the router's bias chooses the same experts for all tokens
+        if config.num_experts:  # vLLM's weights are so small that the router's bias alone chooses the experts
             llm.apply_model(fill)
         self._llm, self._engine, self._next_id = llm, llm.llm_engine, 0
 

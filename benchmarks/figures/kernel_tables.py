@@ -206,8 +206,7 @@ def experts(points: Points) -> str:
     found, rows = points("h200/experts"), []
     for model, layer in LAYERS.items():
         for tokens in (256, 512, 1024, 2048, 4096):
-            gate_up = 2 * layer.hidden * layer.features
-            tiles = tiles_of(tokens * layer.experts_per_token, layer.num_experts, expert_bytes=2 * gate_up)
+            tiles = tiles_of(tokens * layer.experts_per_token, layer.num_experts, layer.hidden, layer.features)
             all_experts, grouped = (
                 found.get(f"{model}, {tokens} tokens, {way}") for way in ("all experts", name_of(tiles))
             )

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 GROUPED_ABOVE = 128  # tokens of a step
-LARGE_EXPERT_BYTES = 16e6  # between gpt-oss's 33 MB and the 6 MB of Qwen3-30B-A3B [h200/experts.json]
+LARGE_EXPERT = 8e6  # numbers in its `gate_up`; gpt-oss has 17 million, Qwen3-30B-A3B 3 [h200/experts.json]
 STAGE = 64  # the kernel's block_k, which must divide the inputs; 128 does not divide gpt-oss's 2,880
 ROWS = 8  # the kernel's number of rows must be a multiple
 
@@ -147,12 +147,11 @@ def choose_tiles(num_pairs: int, weights: ExpertWeights) -> Tiles | None:
     num_experts, hidden, features = weights.down.shape
     if not is_hopper() or weights.down.dtype.itemsize != 2 or hidden % STAGE or features % STAGE:
         return None
-    return tiles_of(num_pairs, num_experts, expert_bytes=2 * hidden * features * weights.down.dtype.itemsize)
+    return tiles_of(num_pairs, num_experts, hidden, features)
 
 
-def tiles_of(num_pairs: int, num_experts: int, *, expert_bytes: int) -> Tiles:
-    """`expert_bytes`: of one expert's `gate_up`."""
-    if expert_bytes > LARGE_EXPERT_BYTES:
+def tiles_of(num_pairs: int, num_experts: int, hidden: int, features: int) -> Tiles:
+    if 2 * hidden * features > LARGE_EXPERT:
         return Tiles(block_m=128, block_n=192, grid_block_n=1)  # a part of the weights meets all rows of its expert
     return Tiles(block_m=64 if num_pairs < 64 * num_experts else 128, block_n=192)
 

@@ -1,5 +1,6 @@
 """Tables of docs/ about caches, the allocator, models and the engine, from the files of benchmarks/results."""
 
+import itertools
 from typing import Any, Literal
 
 from benchmarks.figures.cells import Points, label, table, us
@@ -55,16 +56,14 @@ def beside_vllm(points: Points) -> str:
 
 def orders(points: Points) -> str:
     """Tokens per second of both for requests in the order given, and with the largest `max_tokens` first."""
-    rows = []
-    for model, name in {"8b": "Llama 3 8B", "06b": "Qwen3 0.6B", "gpt_oss_20b": "gpt-oss-20b"}.items():
-        ours, theirs = (points(f"h200/{engine}_{model}") for engine in ("engine", "vllm"))
-        for order, text in {"engine": "as given", "longest first": "longest first"}.items():
-            for count in (2048, 1024, 512):
-                if f"{order} {count}" not in ours:
-                    continue
-                rates = [found[f"{order} {count}"]["tokens_per_s"] for found in (ours, theirs)]
-                ratio = f"{rates[0] / rates[1]:.2f}"
-                rows.append([name, f"{count:,}", text, *(f"{rate:,.0f}" for rate in rates), ratio])
+    rows, counts = [], (2048, 1024, 512)
+    models = {"8b": "Llama 3 8B", "06b": "Qwen3 0.6B", "gpt_oss_20b": "gpt-oss-20b"}
+    orders = {"engine": "as given", "longest first": "longest first"}
+    for (model, name), (order, text), count in itertools.product(models.items(), orders.items(), counts):
+        files, point = (points(f"h200/{engine}_{model}") for engine in ("engine", "vllm")), f"{order} {count}"
+        if rates := [found[point]["tokens_per_s"] for found in files if point in found]:
+            ratio = f"{rates[0] / rates[1]:.2f}"
+            rows.append([name, f"{count:,}", text, *(f"{rate:,.0f}" for rate in rates), ratio])
     return table(("shape of", "requests at once", "order", "jaxpaged", "vLLM 0.25.1", "ratio"), rows)
 
 

@@ -19,7 +19,6 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)  # for tests of several devices; other tests use the first
 if jax.__version_info__ < (0, 12):  # its compiler crashes on programs with many arrays on a mesh
     jax.config.update("jax_use_shardy_partitioner", False)
-    os.environ["JAX_USE_SHARDY_PARTITIONER"] = "0"  # for the programs that tests start
 
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("long", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -36,6 +35,7 @@ else:  # most programs run once or twice: skipping LLVM's passes saves a third. 
         "jax_compilation_cache_dir",
         "jax_disable_most_optimizations",
         "jax_persistent_cache_min_compile_time_secs",
+        "jax_use_shardy_partitioner",
     ):
         os.environ[name.upper()] = str(jax.config.values[name])
 

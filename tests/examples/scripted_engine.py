@@ -2,26 +2,14 @@
 
 import collections
 import dataclasses
-import functools
 from types import SimpleNamespace
 
 from jaxpaged import Completion, EngineStats, RequestOutput
 from lib.engine_thread import EngineThread
 from lib.engines import Engines
-from lib.tokenizer import Tokenizer
 from lib.tool_formats import FORMATS
 from tests.examples.serving import KEY
-from tests.examples.tiny_tokenizers import byte_level
-
-HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>")
-OTHERS = ("<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
-TEMPLATE = (
-    "{%- for tool in tools or [] %}{{ tool.function | tojson }}{% endfor %}"
-    "{%- for message in messages %}[{{ message.role }}]{{ message.reasoning_content }}{{ message.content }}"
-    "{%- for call in message.tool_calls or [] %}"
-    "{{ call.id }} {{ call.function.name }}{{ call.function.arguments | tojson }}"
-    "{%- endfor %}{{ message.tool_call_id }}{% endfor %}[assistant]"
-)
+from tests.examples.tool_tokenizers import make_tokenizer
 
 
 class ScriptedEngine:
@@ -76,14 +64,6 @@ class ScriptedEngine:
             if is_finished:
                 del self._running[request_id]
         return outputs
-
-
-@functools.cache
-def make_tokenizer(is_harmony):
-    """A tokenizer with control tokens of gpt-oss, or of all others. It is shared, as is the process of its template."""
-    tokenizer = byte_level()
-    tokenizer.add_special_tokens(list(HARMONY if is_harmony else OTHERS))
-    return Tokenizer(tokenizer, (tokenizer.token_to_id("</s>"),), TEMPLATE, {"eos_token": "</s>"})
 
 
 def scripted_service(form, *, tokens_per_step=3, **changes):

@@ -11,9 +11,10 @@ import pytest
 
 from jaxpaged import EngineOptions
 from serve import read_vocabulary
-from tests.examples.scripted_engine import make_tokenizer, scripted_service
+from tests.examples.scripted_engine import scripted_service
 from tests.examples.serving import ask, body, chat, chat_body, complete, read, running, texts
 from tests.examples.tiny_tokenizers import byte_level, word_piece
+from tests.examples.tool_tokenizers import make_tokenizer
 
 COLOURS = ["red", "green", "blue"]
 SCHEMA = {

@@ -9,7 +9,7 @@ from lib.answer_start import AnswerStart, control_ids
 from lib.openai_tools import ToolUse
 from lib.strict_calls import strict_calls
 from lib.tool_formats import FORMATS
-from tests.examples.scripted_engine import make_tokenizer
+from tests.examples.tool_tokenizers import make_tokenizer
 from tests.examples.written_calls import MULTIPLY, WEATHER, written
 
 PARIS, ROME, WRONG = '{"city": "Paris"}', '{"city": "Rome"}', '{"town": "Paris"}'

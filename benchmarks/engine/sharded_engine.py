@@ -4,7 +4,7 @@ The model has Llama-3-8B's shape (examples/lib/llama.py) and random bfloat16 wei
 pool are the same as in throughput.py; requests are greedy and start in the order given. `--engines` selects engines:
 
 - one: on one GPU;
-- default: over all GPUs, with the engine's own options for XLA;
+- default: over all GPUs, with the engine's own options for XLA; with jax 0.12 it needs NCCL 2.29 or newer;
 - graphs: the same with NCCL inside CUDA graphs, as in "XLA's options" of docs/several_gpus.md.
 
 The logprobs of some prompts must equal the first engine's up to rounding, and each request must get all its tokens. An
@@ -18,6 +18,7 @@ engine's time until it is ready begins with the model on the first GPU and ends 
 
 import itertools
 import math
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -36,6 +37,8 @@ from jaxpaged._engine.defaults import COMPILER_OPTIONS
 from lib.engine_llama import create_engine
 from lib.llama import Llama
 from lib.tensor_parallel import shard_model
+
+os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")  # for "graphs"; NCCL reads it before its first sum
 
 # Options of XLA; None: the engine's own.
 ENGINES: dict[str, dict[str, Any] | None] = {

@@ -27,7 +27,6 @@ SHARDED_SMALL_OF_ONE_ROW = 1200 / 32
 EXCHANGE_OUTSIDE_GRAPHS = 15.5
 # One layer of gpt-oss-20b's experts on an H100, 64 tokens, all experts computed: measured time over the bytes' time.
 EXPERTS_OVER_BYTES = 590 / 514
-NVLINK = 450e3  # bytes per microsecond and direction on Hopper, by its data sheet
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,30 +84,17 @@ def engine_step(points: Points, seqs: int, length: int) -> float:
     return tensor_parallel(LLAMA, device(points, "h200"), link(), seqs, length).us + scheduling
 
 
-def prompt_bounds(points: Points) -> tuple[float, float]:
-    """Prompts of 8 x 1024 tokens on two H100s: half of one GPU's time, and 65 sums of 64 MB at NVLink's nominal rate
-    or at the rate of 512 KB."""
-    one, over = points("h100/several_gpus")["prefill 8x1024"]["one"], link()
-    low, high = (dataclasses.replace(over, rate=rate) for rate in (scaling.NVLINK, over.rate))
-    sums = [65 * way.exchange(8 * 1024 * LLAMA.features * 2, 2, ring=False) for way in (low, high)]
-    return one / 2 + sums[0], one / 2 + sums[1]
+def prompts(points: Points) -> Check:
+    """8 x 1024 tokens on two H100s: half of one GPU's time, and 65 sums of 64 MiB as timed on two H200s."""
+    found, sums = points("h100/several_gpus")["prefill 8x1024"], points("h200/sums")
+    model = found["one"] / 2 + 65 * sums["64 MiB"]["xla us"]
+    return Check("2 x H100", "tensor parallel, prompts", "8x1024", found["several"], model)
 
 
 def checks(points: Points) -> str:
     """Microseconds; the server's row is tokens a second."""
     rows = [check.cells() for each in (two_gpu_checks, one_gpu_checks, h100_checks) for check in each(points)]
-    low, high = prompt_bounds(points)
-    prompts = us(points("h100/several_gpus")["prefill 8x1024"]["several"])
-    rows.append(
-        [
-            "2 x H100",
-            "tensor parallel, prompts",
-            label("32/8 8x1024"),
-            prompts,
-            f"{us(low)} to {us(high)}",
-            "not reproduced",
-        ]
-    )
+    rows.append(prompts(points).cells())
     server = points("h200/engine_server_x2")
     found, one = (server[name]["tokens_per_s"] for name in ("server, 2 engines, 256 clients", "server"))
     rows.append(["2 x H200", "data parallel in one process, tokens/s", "", us(found), us(2 * one), "not reproduced"])

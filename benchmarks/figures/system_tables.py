@@ -303,6 +303,32 @@ def several_gpus(points: Points) -> str:
     return table(("GPU", "what", "sequences x length", "one GPU", "its share", "two GPUs", "times as fast"), rows)
 
 
+def sharded_engine(points: Points) -> str:
+    """An engine over two GPUs next to one on one GPU: seconds, and milliseconds in which a step's kernels run."""
+    found = points("h200/sharded_engine")
+    pairs = {"ready, s": [found["engine ready"][name][0]["ready"] for name in ("one", "default")]}
+    for count in (512, 2048):
+        pairs[f"{count:,} requests, s"] = [found[f"engine {count}"][name] / 1e6 for name in ("one", "default")]
+    for part in ("prompts", "tokens"):
+        profiles = [found[f"engine {part}"][name] for name in ("one", "default")]
+        (kind,) = profiles[0]["steps"]
+        busy = [profile["busy"] / profile["steps"][kind] for profile in profiles]
+        pairs[f"kernels of a step of {int(kind.split('_')[1]):,} rows, ms"] = busy
+    rows = [[name, f"{one:.1f}", f"{two:.1f}", f"{one / two:.2f}"] for name, (one, two) in pairs.items()]
+    return table(("", "one GPU", "two GPUs", "times as fast"), rows)
+
+
+def sums(points: Points) -> str:
+    """Microseconds of a sum over two GPUs."""
+    ways = {"xla us": "XLA's own", "nccl us": "NCCL in CUDA graphs"}
+    rows = []
+    for point in points("h200/sums").values():
+        if "bytes" in point:
+            size = f"{point['bytes'] >> 20} MiB" if point["bytes"] >> 20 else f"{point['bytes'] >> 10} KiB"
+            rows.append([size, *(us(point[way]) if way in point else "" for way in ways)])
+    return table(("bytes", *ways.values()), rows)
+
+
 def grammars(points: Points) -> str:
     found = points("cpu/grammars")
     small, large = sorted({int(name.split()[-2]) for name in found})

@@ -57,6 +57,8 @@ TABLES: dict[str, Callable[[Points], str]] = {
     "perplexity": system_tables.perplexity,
     "latent forms": system_tables.latent_forms,
     "several gpus": system_tables.several_gpus,
+    "sharded engine": system_tables.sharded_engine,
+    "sums": system_tables.sums,
     "drafts": system_tables.drafts,
     "text drafts": system_tables.text_drafts,
     "trainer logprobs": system_tables.trainer_logprobs,

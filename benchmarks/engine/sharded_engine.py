@@ -5,7 +5,7 @@ pool are the same as in throughput.py; requests are greedy and start in the orde
 
 - one: on one GPU;
 - default: over all GPUs, with the engine's own options for XLA; with jax 0.12 it needs NCCL 2.29 or newer;
-- graphs: the same with NCCL inside CUDA graphs, as in "XLA's options" of docs/several_gpus.md.
+- graphs: the same with NCCL inside CUDA graphs, as in "Other collectives in CUDA graphs" of docs/several_gpus.md.
 
 The logprobs of some prompts must equal the first engine's up to rounding, and each request must get all its tokens. An
 engine's time until it is ready begins with the model on the first GPU and ends with the engine's first tokens. Points:

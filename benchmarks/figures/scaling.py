@@ -50,6 +50,11 @@ class Shape:
     def products(self) -> int:
         return self.layers * (5 if self.experts else 4) + 1  # qkv, out, gate and up, down; a router; the head
 
+    @property
+    def vocabulary_bytes(self) -> float:
+        """The embedding, or the head."""
+        return 2 * self.features * self.vocab
+
     def weight_bytes(self, only_chosen_by: int | None = None) -> float:
         """All weights but the embedding: a step reads few of its rows. Optionally without the experts that no row
         chooses, for this number of rows that choose evenly."""
@@ -59,7 +64,7 @@ class Shape:
         if only_chosen_by is not None and self.experts:
             mlp *= 1 - (1 - self.experts_per_token / self.experts) ** only_chosen_by
         router = self.features * self.experts
-        return self.layers * (2 * (attention + router) + mlp) + 2 * self.features * self.vocab
+        return self.layers * (2 * (attention + router) + mlp) + self.vocabulary_bytes
 
     def cache_bytes(self, seqs: int, length: int) -> float:
         tokens = (self.layers - self.windows) * length + self.windows * min(length, self.window)
@@ -163,9 +168,17 @@ def tensor_parallel(
     *,
     ring: bool = False,
     chosen: bool = False,
+    whole_vocabulary: bool = True,
 ) -> Step:
-    """A decode step over n GPUs. `chosen`: with kernels that read only the chosen experts, at the rate of other
-    products; otherwise all experts are computed."""
+    """A decode step over n GPUs.
+
+    Args:
+        ring: exchanges go in a ring.
+        chosen: with kernels that read only the chosen experts, at the rate of other products; otherwise all experts are
+            computed.
+        whole_vocabulary: each GPU computes all logits; otherwise the embedding and the head are divided too, with a sum
+            for the embedding and an exchange of the logits.
+    """
     if seqs > 64:
         raise ValueError(f"the model is of steps of up to 64 rows, got seqs={seqs}")
     rows = 1 if seqs == 1 else 64
@@ -175,14 +188,17 @@ def tensor_parallel(
         weights = dense + (weights - dense) * EXPERTS_OVER_BYTES
     small = gpu.small[rows] if n == 1 or rows > 1 else SHARDED_SMALL_OF_ONE_ROW
     one_sum = over.exchange(rows * shape.features * 2 * 2 * (n - 1) / n, n, ring=ring)
-    logits = over.exchange(rows * shape.vocab * 4 * (n - 1) / n, n, ring=ring)
+    exchanges, head = 2 * shape.layers * one_sum, shape.vocabulary_bytes
+    if not whole_vocabulary:
+        exchanges += one_sum + over.exchange(rows * shape.vocab * 4 * (n - 1) / n, n, ring=ring)
+        head /= n
     return Step(
-        weights=weights / n / gpu.read,
+        weights=((weights - shape.vocabulary_bytes) / n + head) / gpu.read,
         cache=shape.cache_bytes(seqs, length) / min(n, shape.kv_heads) / gpu.read,
         products=shape.products * gpu.product[rows],
         attention=shape.layers * gpu.attention,
         small=shape.layers * small,
-        exchanges=(2 * shape.layers + 1) * one_sum + logits,  # two sums a layer, one after the embedding
+        exchanges=exchanges,
     )
 
 
@@ -197,10 +213,10 @@ def context_parallel(gpu: Device, one: float, n: int, *, ring: bool = False) -> 
 
 def fits(shape: Shape, gpu: Device, seqs: int, length: int) -> int:
     """The fewest GPUs, a power of two, with room for weights, embedding and cache in 90% of their memory."""
-    weights = shape.weight_bytes() + 2 * shape.features * shape.vocab
-    cache, room, n = shape.cache_bytes(seqs, length), 0.9 * gpu.memory, 1
+    layers, room, n = shape.weight_bytes() - shape.vocabulary_bytes, 0.9 * gpu.memory - 2 * shape.vocabulary_bytes, 1
+    cache = shape.cache_bytes(seqs, length)
     if cache / shape.kv_heads >= room:
         raise ValueError(f"a KV head of {seqs} x {length} tokens exceeds a GPU: divide tokens, not heads")
-    while weights / n + cache / min(n, shape.kv_heads) > room:
+    while layers / n + cache / min(n, shape.kv_heads) > room:
         n *= 2
     return n

@@ -109,7 +109,6 @@ class Llama(nnx.Module):
     """
 
     def __init__(self, config: LlamaConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
-        self.axis = config.axis
         self.embed_tokens = nnx.Embed(config.vocab_size, config.features, dtype=dtype, param_dtype=dtype, rngs=rngs)
         self.embedding_scale = config.embedding_scale
         self.layers = nnx.List([Layer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_layers)])
@@ -139,20 +138,9 @@ class Llama(nnx.Module):
         logits = jnp.einsum("vf,...f->...v", head[...], self.norm(x), preferred_element_type=jnp.float32)
         if self.final_soft_cap is not None:
             logits = self.final_soft_cap * jnp.tanh(logits / self.final_soft_cap)
-        return logits if self.axis is None else jax.lax.all_gather(logits, self.axis, axis=-1, tiled=True)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.embed_tokens.num_embeddings * (1 if self.axis is None else jax.lax.axis_size(self.axis))
+        return logits
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """[..., features]."""
-        if self.axis is None:
-            x = self.embed_tokens(tokens)
-        else:  # each device has some rows, and returns zeros for all other tokens
-            num_rows = self.embed_tokens.num_embeddings
-            rows = tokens - jax.lax.axis_index(self.axis) * num_rows
-            own = self.embed_tokens(jnp.clip(rows, 0, num_rows - 1))
-            is_own = ((rows >= 0) & (rows < num_rows))[..., None]
-            x = jax.lax.psum(jnp.where(is_own, own, jnp.zeros_like(own)), self.axis)
+        x = self.embed_tokens(tokens)
         return x if self.embedding_scale == 1 else x * jnp.asarray(self.embedding_scale, x.dtype)

@@ -78,7 +78,7 @@ def write_prompts(
         ends_here = (starts[1:] > begin) & (starts[1:] <= end)
         return caches, jnp.where(ends_here[:, None], new_logits, logits)
 
-    logits = jnp.zeros((num_prompts, model.vocab_size), jnp.float32)
+    logits = jnp.zeros((num_prompts, model.embed_tokens.num_embeddings), jnp.float32)
     num_chunks = -(-starts[-1] // prompts.chunk)
     caches, logits = lax.fori_loop(0, num_chunks, one_chunk, (caches, logits))
     return caches, allocator, logits, ok[seqs]

@@ -1,9 +1,12 @@
-"""Tensor parallelism: shards a model's heads, hidden features and vocabulary over one mesh axis.
+"""Tensor parallelism: shards a model's heads and hidden features over one mesh axis.
 
 A layer has two pairs of matrix products, in attention and in the MLP. The first product of a pair is sharded along its
 outputs, the second along its inputs, and llama.py sums over the devices after each pair. Everything else, including the
 allocator, is replicated. If there are more devices than KV heads, several devices hold the same KV head, next to each
 other, and each has some of its query heads.
+
+Each device has the whole vocabulary. With a part of it, devices would gather their logits, which XLA cannot do inside a
+CUDA graph, while it can sum there: the host would run each step.
 """
 
 import dataclasses
@@ -27,7 +30,7 @@ CACHE = P(None, None, AXIS)  # [blocks, block_size, kv_heads, ...]; a latent cac
 # Arguments of `prefill` and `decode` in generation.py that are not arrays.
 STATIC = ("graph", "eos_ids", "sampling", "share_reads")
 # Sizes of the model and of its experts that are divided by the number of devices.
-SHARDED = ("num_heads", "num_kv_heads", "hidden_features", "vocab_size")
+SHARDED = ("num_heads", "num_kv_heads", "hidden_features")
 SHARDED_OF_EXPERTS = ("hidden_features", "shared_features")
 
 

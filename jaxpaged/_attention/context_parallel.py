@@ -38,8 +38,8 @@ def context_parallel_attention(
     devices. Make the cache with the allocator's block size, shard it with `PartitionSpec(None, axis_name)`, and write
     with `context_parallel_slots`. Another mesh axis may shard the heads of q, caches, sinks and scales.
 
-    Each device attends to its own tokens. One `all_gather` of `(head_dim + 1) * 4` bytes per query and head then
-    collects the outputs and lses.
+    Each device attends to its own tokens. One `psum` of `n * (head_dim + 1) * 4` bytes per query and head then collects
+    the outputs and lses.
 
     Several tokens per sequence are computed in runs of at most 64 rows (tokens times query heads per KV head). The
     tokens of a run attend together to the blocks before the run, and separately to the blocks of the run. This case has
@@ -100,10 +100,8 @@ def context_parallel_attention(
         out, lse = _attend_in_runs(call, axis_name, sinks, options)
     if jnp.ndim(q) == 3:
         out, lse = out[:, 0], lse[:, 0]
-    packed = jnp.concatenate([out.astype(jnp.float32), lse[..., None]], axis=-1)
-    parts = jax.lax.all_gather(packed, axis_name)  # [n, seqs, ..., heads, head_dim + 1]
-    outs, lses = parts[..., :-1], parts[..., -1]
-    merged, lse = merge_parts.merge(outs, lses, None)
+    parts = _gather(jnp.concatenate([out.astype(jnp.float32), lse[..., None]], axis=-1), axis_name)
+    merged, lse = merge_parts.merge(parts[..., :-1], parts[..., -1], None)
     return merged.astype(out.dtype), lse
 
 
@@ -158,6 +156,15 @@ def _attend_in_runs(
     arrays = call.q.reshape(-1, heads, head_dim), *caches, tables.reshape(seqs * q_len, -1), run_lengths.reshape(-1)
     own_out, own_lse = paged_attention(*arrays, sinks=sinks, return_lse=True, **options)
     return merge_attention(out, lse, own_out.reshape(out.shape), own_lse.reshape(lse.shape))
+
+
+def _gather(x: jax.Array, axis_name: str) -> jax.Array:
+    """`x` of each device, `[n, *x.shape]`.
+
+    As a sum with zeros: on one host XLA sums with a kernel in a CUDA graph, and an `all_gather` would break the graph.
+    """
+    is_own = jnp.arange(jax.lax.axis_size(axis_name)) == jax.lax.axis_index(axis_name)
+    return jax.lax.psum(jnp.where(is_own.reshape(-1, *[1] * x.ndim), x[None], 0), axis_name)
 
 
 def _own_lengths(lengths: jax.Array, block_size: int, axis_name: str) -> jax.Array:

@@ -2,6 +2,7 @@
 
   attention  tensor parallel: a call with KV heads sharded over the GPUs, against one GPU with all heads or one share
   context    one sequence, its blocks over the GPUs: `context_parallel_attention` against `paged_attention`
+  prompts    the same for the last 512 tokens of a prompt
   engine     tensor parallel: sharded_engine.py; shapes are numbers of requests
   engines    data parallel: an engine on each GPU, all with the same requests; shapes are model x number of requests
 
@@ -26,17 +27,18 @@ from jax.sharding import Mesh
 from benchmarks.engine.sharded_engine import ENGINES, sharded_engine
 from benchmarks.engine.workload import SIZES, create_engine, time_work, workload
 from benchmarks.harness import add_output, open_store
-from benchmarks.kernels.sharded_attention import attention, context
+from benchmarks.kernels.sharded_attention import attention, context, prompts
 from jaxpaged import Engine
 from lib.tensor_parallel import make_mesh
 
 SHAPES = dict(
     attention=("64x2048", "64x8192", "1x32768"),
     context=("1x32768", "1x131072", "1x1048576"),
+    prompts=("1x32768", "1x131072"),
     engine=("512", "2048"),
     engines=("1bx1024",),
 )
-TOY_SHAPES = dict(attention=("3x50",), context=("1x100",), engine=("20",), engines=("toyx20",))
+TOY_SHAPES = dict(attention=("3x50",), context=("1x100",), prompts=("1x100",), engine=("20",), engines=("toyx20",))
 
 
 def engines(shape: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
@@ -78,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
         if part == "engine":
             sharded_engine(store, list(map(int, shapes)), mesh, options.engines, toy=options.toy)
             continue
-        measure = {"attention": attention, "context": context, "engines": engines}[part]
+        measure = {"attention": attention, "context": context, "prompts": prompts, "engines": engines}[part]
         for shape in shapes:
             if f"{part} {shape}" not in store.points:
                 result = measure(shape, mesh, options.toy)

@@ -40,6 +40,7 @@ SEVERAL_GPUS = {
     "step": "tensor parallel, a step of Llama-3-8B",
     "prefill": "tensor parallel, prompts of Llama-3-8B",
     "context": "context parallel, attention",
+    "prompts": "context parallel, 512 tokens of a prompt",
     "engine": "tensor parallel, an engine for Llama-3-8B",
     "engines": "data parallel, an engine on each",
 }

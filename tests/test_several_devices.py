@@ -292,6 +292,27 @@ def test_context_parallel_attention(shape, changes):
     assert_close(ours, paged_attention(*case.arrays, **case.options, return_lse=True), atol=2e-6)
 
 
+def test_gradients_of_context_parallel_attention():
+    case, mesh, pool = make_case(lengths=(1, 130), block_size=64), heads_by_tokens((1, 4)), P(None, "tokens")
+    arrays, rest = [jnp.nan_to_num(x) for x in case.arrays[:3]], case.arrays[3:]
+
+    def gradients(attend, *arrays):
+        def loss(*arrays):
+            out = attend(*arrays)
+            return jnp.vdot(out, jnp.arange(out.size, dtype=out.dtype) / out.size)
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*arrays)
+
+    def over_tokens(*arrays):
+        return context_parallel_attention(*arrays, *rest, axis_name="tokens")[0]
+
+    specs = P(), pool, pool
+    ours = gradients(on_parts(over_tokens, mesh, specs, P(), check_vma=False), *put(arrays, specs, mesh))
+    theirs = gradients(lambda *arrays: paged_attention(*arrays, *rest), *arrays)
+    assert all(jnp.abs(x).max() > 0.01 for x in theirs)
+    assert_close(ours, theirs, atol=2e-6)
+
+
 @pytest.mark.parametrize("shape", [(2, 4), (4, 2)])
 def test_steps_with_heads_over_one_axis_and_tokens_over_another(shape):
     """Two prompts that write and attend, against one device."""

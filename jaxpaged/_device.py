@@ -100,3 +100,21 @@ def broken_ptxas() -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     return version if (12, 8) <= tuple(map(int, version.split(".")[:3])) < (12, 9, 86) else None
+
+
+def old_nccl() -> tuple[str, str] | None:
+    """The pip package of NCCL and its version, if sums over GPUs fail with it: XLA's own in jax 0.12 need 2.29."""
+    if jax.__version_info__ < (0, 12):
+        return None
+    for plugin, package in {
+        "jax-cuda12-plugin": "nvidia-nccl-cu12",
+        "jax-cuda13-plugin": "nvidia-nccl-cu13",
+    }.items():
+        try:
+            importlib.metadata.version(plugin)
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if tuple(map(int, version.split(".")[:2])) < (2, 29):
+            return package, version
+    return None

@@ -1,5 +1,7 @@
 """Engines on several devices: each device runs the slice on its shards of caches and weights."""
 
+import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +9,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpaged import _device
 from jaxpaged._cache.kv_cache import caches_in
+
+SUMS_BY_NCCL = "--xla_gpu_experimental_use_collective_kernels="
 
 
 def find_mesh(tree: Any) -> Mesh | None:
@@ -17,6 +22,17 @@ def find_mesh(tree: Any) -> Mesh | None:
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) and sharding.mesh.size > 1:
             return sharding.mesh
     return None
+
+
+def warn_of_old_nccl() -> None:
+    """Warns if the sums of a model on several GPUs will fail, which loses the engine."""
+    if SUMS_BY_NCCL not in os.environ.get("XLA_FLAGS", "") and (found := _device.old_nccl()) is not None:
+        package, version = found
+        warnings.warn(
+            f"NCCL {version} is too old for the sums of jax {jax.__version__} over GPUs: pip install -U {package}. If "
+            f"another package needs this version, set XLA_FLAGS={SUMS_BY_NCCL}",
+            stacklevel=4,  # the line that makes the engine
+        )
 
 
 def whole_beside(caches: Any, mesh: Mesh | None) -> Sharding:

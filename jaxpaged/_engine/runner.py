@@ -20,7 +20,7 @@ from jaxpaged._engine.host_tier.copies import HostCopies, check_host_tier
 from jaxpaged._engine.host_tier.tier import HostTier, Moves
 from jaxpaged._engine.inputs import find_deleted, keys_and_values, own
 from jaxpaged._engine.interrupts import without_interrupts
-from jaxpaged._engine.on_mesh import find_mesh
+from jaxpaged._engine.on_mesh import find_mesh, warn_of_old_nccl
 from jaxpaged._engine.program import compile_program, first_state
 from jaxpaged._engine.prompt_aux import PromptAux
 from jaxpaged._engine.records import EngineStats
@@ -60,6 +60,8 @@ class Runner:
     def __init__(self, functions: Functions, weights: Any, caches: Any, options: ResolvedOptions, books: Books):
         self.books, self.options = books, options
         self.mesh = find_mesh(caches)
+        if self.mesh is not None and options.is_gpu:
+            warn_of_old_nccl()
         check_host_tier(options)
         setup, weights, state = first_state(functions, weights, caches, self.mesh, options)
         self.kinds = setup.kinds

@@ -3,6 +3,8 @@
 import collections
 import dataclasses
 import functools
+import importlib.metadata
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import pytest
 from flax import nnx
 
 from jaxpaged import SamplingParams, generate
+from jaxpaged._engine.on_mesh import SUMS_BY_NCCL, warn_of_old_nccl
 from tests import toy_model
 from tests.toy_model import (
     BLOCK_SIZE,
@@ -335,3 +338,32 @@ def test_values_that_leave_a_transformation_by_a_closure_are_refused(transform, 
 
     with pytest.raises(ValueError, match=f"apply returned {name} from inside a function that it gave to remat"):
         create_engine(model=model)
+
+
+@pytest.mark.parametrize(
+    ("of_jax", "cuda", "of_nccl", "flags", "is_told"),
+    [
+        ((0, 12, 0), 13, "2.28.9", "", True),
+        ((0, 12, 0), 12, "2.27.7", "--xla_dump_to=x", True),
+        ((0, 12, 0), 13, "2.29.2", "", False),
+        ((0, 11, 2), 13, "2.28.9", "", False),
+        ((0, 12, 0), 13, "2.28.9", SUMS_BY_NCCL, False),
+        ((0, 12, 0), 13, None, "", False),  # NCCL of the system
+    ],
+)
+def test_an_nccl_too_old_for_sums_is_told(monkeypatch, of_jax, cuda, of_nccl, flags, is_told):
+    versions = {f"jax-cuda{cuda}-plugin": "0.12.0", f"nvidia-nccl-cu{cuda}": of_nccl}
+
+    def version(name):
+        if (found := versions.get(name)) is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(jax, "__version_info__", of_jax)
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    with warnings.catch_warnings(action="always", record=True) as told:
+        warn_of_old_nccl()
+    found = [str(each.message) for each in told]
+    assert len(found) == is_told
+    assert all(f"NCCL {of_nccl} is too old" in text and f"nvidia-nccl-cu{cuda}" in text for text in found)

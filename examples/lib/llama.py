@@ -14,7 +14,8 @@ from jax.typing import DTypeLike
 import jaxpaged
 import jaxpaged.nnx
 from lib.llama_config import LlamaConfig
-from lib.mlp import Linear, create_mlp, sum_over
+from lib.mlp import Linear, create_mlp
+from lib.sums import sum_over
 
 
 class RMSNorm(nnx.Module):

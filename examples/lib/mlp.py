@@ -9,11 +9,7 @@ from jax.typing import DTypeLike
 
 from lib.experts import Activation, ExpertWeights, compute_experts
 from lib.llama_config import Clipped, LlamaConfig, Routing
-
-
-def sum_over(axis: str | None, x: jax.Array) -> jax.Array:
-    # A kernel of our own is quicker by itself, but not in an engine: h200/sums.json.
-    return x if axis is None else jax.lax.psum(x, axis)
+from lib.sums import sum_over
 
 
 class Linear(nnx.Module):

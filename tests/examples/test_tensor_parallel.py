@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpaged
+from lib import sums
 from lib.families import read_config
 from lib.fields import Fields
 from lib.generation import generated, run_generation
@@ -18,7 +20,16 @@ from lib.llama_config import LlamaConfig
 from lib.replicas import load_replica
 from lib.sampling import Sampling
 from lib.start import start
-from lib.tensor_parallel import CACHE, DevicesError, create_on, make_mesh, repeated_kv_heads, replicate, shard_model
+from lib.tensor_parallel import (
+    AXIS,
+    CACHE,
+    DevicesError,
+    create_on,
+    make_mesh,
+    repeated_kv_heads,
+    replicate,
+    shard_model,
+)
 from tests.compiled import collectives
 from tests.examples.tiny_families import make_config
 
@@ -91,6 +102,22 @@ def test_devices_exchange_only_sums():
     forward = jax.shard_map(forward, mesh=mesh, out_specs=((CACHE,), P()), check_vma=False)
     text = jax.jit(forward).lower(weights, cache, replicate(mesh, allocator)).compile().as_text()
     assert collectives(text) == ["all-reduce"] * 2
+
+
+@pytest.mark.parametrize(("rows", "num_sums"), [((8,), 1), ((3, 3), 2), ((25,), 4), ((32,), 4), ((33,), 1)])
+def test_large_sums_are_cut_into_a_few_parts(monkeypatch, rows, num_sums):
+    mesh, features = make_mesh(4), 8
+    monkeypatch.setattr(sums, "MOST_BYTES", 4 * 8 * features * 4)  # of 8 rows, over 4 devices
+
+    def add(x):
+        return sums.sum_over(AXIS, x[0])
+
+    x = jax.random.normal(jax.random.key(0), (4, *rows, features))
+    shards = jax.device_put(x, NamedSharding(mesh, P(AXIS)))
+    add = jax.shard_map(add, mesh=mesh, in_specs=P(AXIS), out_specs=P(), check_vma=False)
+    compiled = jax.jit(add).lower(shards).compile()
+    assert collectives(compiled.as_text()) == ["all-reduce"] * num_sums
+    np.testing.assert_allclose(compiled(shards), x.sum(axis=0), atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -94,27 +94,29 @@ def broken_ptxas() -> str | None:
 
     CUDA 12.8.0 to 12.9.0 do. JAX's own `attention_mgpu` refuses them too.
     """
-    try:
-        importlib.metadata.version("jax-cuda12-plugin")
-        version = importlib.metadata.version("nvidia-cuda-nvcc-cu12")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    return version if (12, 8) <= tuple(map(int, version.split(".")[:3])) < (12, 9, 86) else None
+    version = version_beside("jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12")
+    return version if version and (12, 8) <= numbers_of(version) < (12, 9, 86) else None
 
 
 def old_nccl() -> tuple[str, str] | None:
     """The pip package of NCCL and its version, if sums over GPUs fail with it: XLA's own in jax 0.12 need 2.29."""
     if jax.__version_info__ < (0, 12):
         return None
-    for plugin, package in {
-        "jax-cuda12-plugin": "nvidia-nccl-cu12",
-        "jax-cuda13-plugin": "nvidia-nccl-cu13",
-    }.items():
-        try:
-            importlib.metadata.version(plugin)
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if tuple(map(int, version.split(".")[:2])) < (2, 29):
+    for cuda in (12, 13):
+        version = version_beside(f"jax-cuda{cuda}-plugin", package := f"nvidia-nccl-cu{cuda}")
+        if version and numbers_of(version) < (2, 29):
             return package, version
     return None
+
+
+def version_beside(plugin: str, package: str) -> str | None:
+    """The version of a pip package that JAX's plugin uses, if both are installed."""
+    try:
+        importlib.metadata.version(plugin)
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def numbers_of(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:3]))

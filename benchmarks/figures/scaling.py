@@ -55,16 +55,20 @@ class Shape:
         """The embedding, or the head."""
         return 2 * self.features * self.vocab
 
-    def weight_bytes(self, only_chosen_by: int | None = None) -> float:
-        """All weights but the embedding: a step reads few of its rows. Optionally without the experts that no row
-        chooses, for this number of rows that choose evenly."""
+    def layer_bytes(self, only_chosen_by: int | None = None) -> float:
+        """The weights of all layers. Optionally without the experts that no row chooses, for this number of rows that
+        choose evenly."""
         attended = self.heads * self.head_dim
         attention = self.features * (2 * attended + 2 * self.kv_heads * self.head_dim)
         mlp = 3 * self.features * self.hidden * max(1, self.experts) * self.expert_bits / 8
         if only_chosen_by is not None and self.experts:
             mlp *= 1 - (1 - self.experts_per_token / self.experts) ** only_chosen_by
         router = self.features * self.experts
-        return self.layers * (2 * (attention + router) + mlp) + self.vocabulary_bytes
+        return self.layers * (2 * (attention + router) + mlp)
+
+    def weight_bytes(self, only_chosen_by: int | None = None) -> float:
+        """All weights but the embedding: a step reads few of its rows."""
+        return self.layer_bytes(only_chosen_by) + self.vocabulary_bytes
 
     def cache_bytes(self, seqs: int, length: int) -> float:
         tokens = (self.layers - self.windows) * length + self.windows * min(length, self.window)
@@ -182,10 +186,10 @@ def tensor_parallel(
     if seqs > 64:
         raise ValueError(f"the model is of steps of up to 64 rows, got seqs={seqs}")
     rows = 1 if seqs == 1 else 64
-    weights = shape.weight_bytes(rows if chosen else None)
+    layers = shape.layer_bytes(rows if chosen else None)
     if shape.experts and not chosen:
-        dense = dataclasses.replace(shape, hidden=0).weight_bytes()
-        weights = dense + (weights - dense) * EXPERTS_OVER_BYTES
+        dense = dataclasses.replace(shape, hidden=0).layer_bytes()
+        layers = dense + (layers - dense) * EXPERTS_OVER_BYTES
     small = gpu.small[rows] if n == 1 or rows > 1 else SHARDED_SMALL_OF_ONE_ROW
     one_sum = over.exchange(rows * shape.features * 2 * 2 * (n - 1) / n, n, ring=ring)
     exchanges, head = 2 * shape.layers * one_sum, shape.vocabulary_bytes
@@ -193,7 +197,7 @@ def tensor_parallel(
         exchanges += one_sum + over.exchange(rows * shape.vocab * 4 * (n - 1) / n, n, ring=ring)
         head /= n
     return Step(
-        weights=((weights - shape.vocabulary_bytes) / n + head) / gpu.read,
+        weights=(layers / n + head) / gpu.read,
         cache=shape.cache_bytes(seqs, length) / min(n, shape.kv_heads) / gpu.read,
         products=shape.products * gpu.product[rows],
         attention=shape.layers * gpu.attention,
@@ -213,8 +217,8 @@ def context_parallel(gpu: Device, one: float, n: int, *, ring: bool = False) -> 
 
 def fits(shape: Shape, gpu: Device, seqs: int, length: int) -> int:
     """The fewest GPUs, a power of two, with room for weights, embedding and cache in 90% of their memory."""
-    layers, room, n = shape.weight_bytes() - shape.vocabulary_bytes, 0.9 * gpu.memory - 2 * shape.vocabulary_bytes, 1
-    cache = shape.cache_bytes(seqs, length)
+    room, n = 0.9 * gpu.memory - 2 * shape.vocabulary_bytes, 1  # each GPU has the embedding and the head
+    layers, cache = shape.layer_bytes(), shape.cache_bytes(seqs, length)
     if cache / shape.kv_heads >= room:
         raise ValueError(f"a KV head of {seqs} x {length} tokens exceeds a GPU: divide tokens, not heads")
     while layers / n + cache / min(n, shape.kv_heads) > room:

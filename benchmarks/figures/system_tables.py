@@ -307,11 +307,14 @@ def several_gpus(points: Points) -> str:
 def sharded_engine(points: Points) -> str:
     """An engine over two GPUs next to one on one GPU: seconds, and milliseconds in which a step's kernels run."""
     found = points("h200/sharded_engine")
-    pairs = {"ready, s": [found["engine ready"][name][0]["ready"] for name in ("one", "default")]}
+
+    def pair(part: Any) -> list[Any]:
+        return [found[f"engine {part}"][engine] for engine in ("one", "default")]
+
+    pairs = {"ready, s": [starts[0]["ready"] for starts in pair("ready")]}
     for count in (512, 2048):
-        pairs[f"{count:,} requests, s"] = [found[f"engine {count}"][name] / 1e6 for name in ("one", "default")]
-    for part in ("prompts", "tokens"):
-        profiles = [found[f"engine {part}"][name] for name in ("one", "default")]
+        pairs[f"{count:,} requests, s"] = [microseconds / 1e6 for microseconds in pair(count)]
+    for profiles in map(pair, ("prompts", "tokens")):
         (kind,) = profiles[0]["steps"]
         busy = [profile["busy"] / profile["steps"][kind] for profile in profiles]
         pairs[f"kernels of a step of {int(kind.split('_')[1]):,} rows, ms"] = busy

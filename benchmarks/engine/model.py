@@ -88,6 +88,7 @@ GPT_OSS_20B = LlamaConfig(
 
 CONFIGS = {
     "8b": LLAMA_3_8B,
+    "70b": dataclasses.replace(LLAMA_3_8B, features=8192, hidden_features=28_672, num_layers=80, num_heads=64),
     "0.6b": qwen_3(1024, 3072, 28, 16),
     "1.7b": qwen_3(2048, 6144, 28, 16),
     "4b": qwen_3(2560, 9728, 36, 32),

@@ -3,6 +3,7 @@
   attention  tensor parallel: a call with KV heads sharded over the GPUs, against one GPU with all heads or one share
   context    one sequence, its blocks over the GPUs: `context_parallel_attention` against `paged_attention`
   prompts    the same for the last 512 tokens of a prompt
+  step       tensor parallel: sharded_step.py
   engine     tensor parallel: sharded_engine.py; shapes are numbers of requests
   engines    data parallel: an engine on each GPU, all with the same requests; shapes are model x number of requests
 
@@ -24,7 +25,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from benchmarks.engine.model import CONFIGS
 from benchmarks.engine.sharded_engine import ENGINES, sharded_engine
+from benchmarks.engine.sharded_model import is_large
+from benchmarks.engine.sharded_step import step
 from benchmarks.engine.workload import SIZES, create_engine, time_work, workload
 from benchmarks.harness import add_output, open_store
 from benchmarks.kernels.sharded_attention import attention, context, prompts
@@ -35,10 +39,13 @@ SHAPES = dict(
     attention=("64x2048", "64x8192", "1x32768"),
     context=("1x32768", "1x131072", "1x1048576"),
     prompts=("1x32768", "1x131072"),
+    step=("64x2048", "1x8192"),
     engine=("512", "2048"),
     engines=("1bx1024",),
 )
-TOY_SHAPES = dict(attention=("3x50",), context=("1x100",), prompts=("1x100",), engine=("20",), engines=("toyx20",))
+TOY_SHAPES = dict(
+    attention=("3x50",), context=("1x100",), prompts=("1x100",), step=("2x40",), engine=("20",), engines=("toyx20",)
+)
 
 
 def engines(shape: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
@@ -63,27 +70,29 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", default=tuple(SHAPES), choices=tuple(SHAPES))
     parser.add_argument("--shapes", nargs="+", help="sequences x length, or requests, with one of --parts")
     parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--model", default="8b", choices=tuple(CONFIGS), help="of the parts step and engine")
     parser.add_argument(
         "--engines", nargs="+", default=tuple(ENGINES), choices=tuple(ENGINES), help="of the part engine: two or more"
     )
     parser.add_argument("--toy", action="store_true", help="tiny sizes, to try the script out")
     add_output(parser)
     options = parser.parse_args(arguments)
-    if len(options.engines) < 2:
+    if len(options.engines) < 2 and not is_large(CONFIGS[options.model]):
         parser.error("--engines compares the logprobs of engines with the first; name two or more.")
     mesh = make_mesh(options.devices)
     name = "sharded_engine" if options.parts == ["engine"] else "several_gpus"
-    store = open_store(name, options, devices=options.devices)
+    model = "toy" if options.toy else options.model
+    store = open_store(name, options, model=model, devices=options.devices)
     print(f"{options.devices} x {jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
     for part in options.parts:
         shapes = options.shapes or (TOY_SHAPES if options.toy else SHAPES)[part]
         if part == "engine":
-            sharded_engine(store, list(map(int, shapes)), mesh, options.engines, toy=options.toy)
+            sharded_engine(store, list(map(int, shapes)), mesh, options.engines, model)
             continue
-        measure = {"attention": attention, "context": context, "prompts": prompts, "engines": engines}[part]
+        measure = {"attention": attention, "context": context, "prompts": prompts, "engines": engines}.get(part)
         for shape in shapes:
             if f"{part} {shape}" not in store.points:
-                result = measure(shape, mesh, options.toy)
+                result = step(shape, mesh, model) if measure is None else measure(shape, mesh, options.toy)
                 store.add(f"{part} {shape}", result)
                 print(f"{part} {shape}: {result}", flush=True)
 

@@ -1,14 +1,16 @@
 """The part `engine` of several_gpus.py: engines with a model's heads over several GPUs, and the engine of one GPU.
 
-The model has Llama-3-8B's shape (examples/lib/llama.py) and random bfloat16 weights. Requests, seats, chunks and the
-pool are the same as in throughput.py; requests are greedy and start in the order given. `--engines` selects engines:
+The model has Llama-3-8B's shape or that of --model, and random bfloat16 weights (sharded_model.py). Requests, seats,
+chunks and the pool are the same as in throughput.py; requests are greedy and start in the order given. `--engines`
+selects engines:
 
 - one: on one GPU;
 - default: over all GPUs, with the engine's own options for XLA; with jax 0.12 it needs NCCL 2.29 or newer;
 - graphs: the same with NCCL inside CUDA graphs, as in "Other collectives in CUDA graphs" of docs/several_gpus.md.
 
-The logprobs of some prompts must equal the first engine's up to rounding, and each request must get all its tokens. An
-engine's time until it is ready begins with the model on the first GPU and ends with the engine's first tokens. Points:
+The logprobs of some prompts must equal the first engine's up to rounding (70B has no engine on one GPU), and each
+request must get all its tokens. An engine's time until it is ready begins with the model on the first GPU, or 70B on
+all, and ends with the engine's first tokens. Points:
 
 - ready: the seconds of each start: sharding the model, creating and compiling the engine, and its first tokens;
 - a number of requests: microseconds for all;
@@ -23,12 +25,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-from flax import nnx
 from jax.sharding import Mesh
 
-from benchmarks.engine.model import CONFIGS, example_model, fill
+from benchmarks.engine.model import CONFIGS
 from benchmarks.engine.profile_slice import SHOWN, run_slices, split
+from benchmarks.engine.sharded_model import is_large, random_model, random_shards
 from benchmarks.engine.throughput import worst_nats
 from benchmarks.engine.workload import BLOCK_SIZE, SIZES, Request, time_work, workload
 from benchmarks.harness import Event, Store, by_kernel, traced
@@ -36,7 +37,7 @@ from jaxpaged import Engine, EngineOptions, SamplingParams
 from jaxpaged._engine.defaults import COMPILER_OPTIONS
 from lib.engine_llama import create_engine
 from lib.llama import Llama
-from lib.tensor_parallel import shard_model
+from lib.tensor_parallel import repeated_kv_heads, shard_model
 
 os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")  # for "graphs"; NCCL reads it before its first sum
 
@@ -60,20 +61,15 @@ PROFILED_STEPS = 8
 PROFILES = {"prompts": 16, "tokens": 240}
 
 
-def random_model(name: str) -> Llama:
-    graph, shapes = example_model(CONFIGS[name])
-    return nnx.merge(graph, jax.block_until_ready(fill(shapes)))
-
-
 def start(name: str, model: Llama, mesh: Mesh, model_name: str) -> tuple[Engine, dict[str, float]]:
     """The engine, after its first tokens, and the seconds of its start and of the parts."""
     sizes, times = SIZES[model_name], [time.perf_counter()]
-    if name != "one":
+    if name != "one" and not is_large(CONFIGS[model_name]):
         model = shard_model(model, CONFIGS[model_name], mesh)
     times.append(time.perf_counter())
     engine = create_engine(
         model,
-        CONFIGS[model_name],
+        CONFIGS[model_name] if name == "one" else repeated_kv_heads(CONFIGS[model_name], mesh.size),
         options=EngineOptions(
             max_num_seqs=sizes.seats or SEATS,
             max_model_len=2 * sizes.longest,
@@ -102,10 +98,10 @@ def profile(engine: Engine, work: Sequence[Request], first_step: int) -> dict[st
     return dict(steps=kinds, **split(events), kernels=dict(itertools.islice(times.items(), SHOWN)))
 
 
-def sharded_engine(store: Store, counts: Sequence[int], mesh: Mesh, names: Sequence[str], *, toy: bool) -> None:
+def sharded_engine(store: Store, counts: Sequence[int], mesh: Mesh, names: Sequence[str], model_name: str) -> None:
     """Adds the points of the named engines to the store. Engines and numbers that have a point are not timed again."""
-    model_name, expected = "toy" if toy else "8b", None
-    model, longest = random_model(model_name), SIZES[model_name].longest
+    config, expected, longest = CONFIGS[model_name], None, SIZES[model_name].longest
+    model = random_shards(config, mesh) if is_large(config) else random_model(config)
     requests = workload(max(NUM_REQUESTS, *counts), longest)
     prompts = [prompt for prompt, _ in requests[:NUM_SCORED]]
 

@@ -90,13 +90,14 @@ class VllmEngine:
 
     seconds_to_spare = 0.0  # a step starts at once, with the requests that have arrived
 
-    def __init__(self, config: LlamaConfig, folder: str, *, max_length: int):
+    def __init__(self, config: LlamaConfig, folder: str, *, max_length: int, num_gpus: int = 1):
         import vllm
         from vllm.platforms import current_platform
 
         self._vllm, self.version, self.device = vllm, vllm.__version__, current_platform.get_device_name()
         Path(folder, "config.json").write_text(json.dumps(hugging_face_config(config)))
-        llm = vllm.LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=max_length)
+        sizes = dict(max_model_len=max_length, tensor_parallel_size=num_gpus)
+        llm = vllm.LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, **sizes)
         if config.num_experts:  # vLLM's weights are so small that the router's bias alone chooses the experts
             llm.apply_model(fill)
         self._llm, self._engine, self._next_id = llm, llm.llm_engine, 0
@@ -156,6 +157,7 @@ def timed_run(engine: VllmEngine, work: Sequence[Request], *, n: int = 1, **more
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8b", choices=PLAIN)
+    parser.add_argument("--devices", type=int, default=1, help="tensor parallel")
     parser.add_argument("--requests", nargs="*", type=int, default=[1024, 512], help="all at once")
     parser.add_argument("--rollout", action="store_true", help="64 prompts with 8 completions each, in two rounds")
     add_arrivals(parser)
@@ -173,13 +175,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         begin = time.perf_counter()
         longest = SIZES[options.model].longest
-        engine = VllmEngine(CONFIGS[options.model], folder, max_length=2 * longest)
+        engine = VllmEngine(CONFIGS[options.model], folder, max_length=2 * longest, num_gpus=options.devices)
         print(f"made in {time.perf_counter() - begin:.0f} s", flush=True)
         measure_all(engine, options)
 
 
 def measure_all(engine: VllmEngine, options: argparse.Namespace) -> None:
-    settings = engine.settings() | dict(seconds=options.seconds)
+    settings = engine.settings() | dict(seconds=options.seconds, devices=options.devices)
     print(settings, flush=True)
     store = open_store(f"engine_vllm_{options.model}", options, device=engine.device, **settings)
     longest = SIZES[options.model].longest

@@ -72,16 +72,20 @@ def _sharded(config: Any, names: tuple[str, ...], num_devices: int) -> Any:
     return dataclasses.replace(config, **{name: getattr(config, name) // num_devices for name in names})
 
 
+def shard_config(config: LlamaConfig, mesh: Mesh) -> LlamaConfig:
+    """The config with one device's sizes. Raises `DevicesError`."""
+    own = _sharded(repeated_kv_heads(config, mesh.size), SHARDED, mesh.size)
+    if own.routing is not None:
+        own = dataclasses.replace(own, routing=_sharded(own.routing, SHARDED_OF_EXPERTS, mesh.size))
+    return dataclasses.replace(own, axis=AXIS)
+
+
 def shard_model(model: Llama, config: LlamaConfig, mesh: Mesh) -> Llama:
     """The model with one device's sizes, and with weights sharded over all devices. `model` may be on a CPU."""
-    num_devices = mesh.size
-    repeated = repeated_kv_heads(config, num_devices)
-    own = dataclasses.replace(_sharded(repeated, SHARDED, num_devices), axis=AXIS)
-    if own.routing is not None:
-        own = dataclasses.replace(own, routing=_sharded(own.routing, SHARDED_OF_EXPERTS, num_devices))
-    dtype = model.embed_tokens.embedding.dtype
+    own, dtype = shard_config(config, mesh), model.embed_tokens.embedding.dtype
     graph, shard = nnx.split(nnx.eval_shape(lambda: Llama(own, dtype=dtype, rngs=nnx.Rngs(0))))
-    cut = functools.partial(_cut, config=config, repeats=repeated.num_kv_heads // config.num_kv_heads, mesh=mesh)
+    repeats = repeated_kv_heads(config, mesh.size).num_kv_heads // config.num_kv_heads
+    cut = functools.partial(_cut, config=config, repeats=repeats, mesh=mesh)
     pairs = zip(nnx.to_flat_state(nnx.state(model)), nnx.to_flat_state(shard), strict=True)
     leaves = [(path, leaf.replace(cut(path, leaf[...], part.shape))) for (path, leaf), (_, part) in pairs]
     return nnx.merge(graph, nnx.from_flat_state(leaves))

@@ -1,0 +1,144 @@
+"""The part `step` of several_gpus.py: decode steps of a model with its heads over several GPUs, and of one GPU.
+
+The model is the one of examples/lib/llama.py with random bfloat16 weights. A step appends a token to each sequence,
+computes the model and takes the likeliest next tokens; all steps of a run are one loop in one jit, with the engine's
+options for XLA. Before a time is measured, the logits of a first step must equal one GPU's up to rounding. If the
+weights do not fit one GPU, random shards are made on each, and nothing is compared. Points have microseconds a step:
+
+- one, several: on one GPU and on all;
+- bytes: of weights and cache that each GPU reads in a step;
+- floor: the time to read them, at the bandwidth of a kernel that only reads.
+"""
+
+import dataclasses
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from benchmarks.checks import require, worst_error
+from benchmarks.engine.model import CONFIGS
+from benchmarks.engine.sharded_model import is_large, random_model, random_shards
+from benchmarks.engine.workload import BLOCK_SIZE
+from benchmarks.harness import compile_all, random, read_bandwidth
+from jaxpaged import AttentionStep, BlockAllocator, KVCache
+from jaxpaged._engine.defaults import chosen_compiler_options
+from lib.llama import Llama
+from lib.llama_config import LlamaConfig
+from lib.tensor_parallel import create_on, on_mesh, repeated_kv_heads, replicate, shard_model
+
+FEW, MANY, REPEATS = 8, 24, 3  # steps of a run
+MOST_ERROR = 0.1  # of the largest logit: bfloat16, all layers
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    caches: tuple[KVCache, ...]
+    allocator: BlockAllocator
+    tokens: jax.Array  # int32 [seqs]
+    logits: jax.Array  # f32 [seqs, vocab_size]
+
+
+@functools.partial(jax.jit, static_argnames="graph", donate_argnames="state")
+def run(graph: nnx.GraphDef, weights: nnx.State, state: State, num_steps: jax.Array) -> State:
+    model = nnx.merge(graph, weights)
+
+    def step(_: Any, state: State) -> State:
+        allocator, slots, _ = state.allocator.append(jnp.ones_like(state.tokens))
+        caches, x = model(state.tokens, state.caches, AttentionStep.create(allocator, slots))
+        logits = model.logits(x)
+        return State(caches, allocator, logits.argmax(axis=-1).astype(jnp.int32), logits)
+
+    return jax.lax.fori_loop(0, num_steps, step, state)
+
+
+@functools.cache
+def models(name: str, mesh: Mesh) -> dict[str, Llama]:
+    config = CONFIGS[name]
+    if is_large(config):
+        return {"several": random_shards(config, mesh)}
+    model = random_model(config)
+    return {"one": model, "several": shard_model(model, config, mesh)}
+
+
+def start(config: LlamaConfig, seqs: int, length: int, mesh: Mesh | None) -> State:
+    """Sequences of `length` tokens, with the same random keys and values on one device and on several."""
+    of_caches = config if mesh is None else repeated_kv_heads(config, mesh.size)
+    per_seq = -(-(length + 1 + REPEATS * (FEW + MANY)) // BLOCK_SIZE)
+    sizes: Any = dict(num_blocks=1 + seqs * per_seq, block_size=BLOCK_SIZE)
+
+    def create() -> KVCache:
+        cache = KVCache.create(**sizes, **of_caches.cache_sizes, dtype=jnp.bfloat16)
+        shape = (*cache.k.shape[:2], config.num_kv_heads, config.head_dim)
+        repeats = of_caches.num_kv_heads // config.num_kv_heads
+        k, v = (random(seed, shape=shape, dtype="bfloat16").repeat(repeats, axis=2) for seed in range(2))
+        return dataclasses.replace(cache, k=k, v=v)
+
+    cache = jax.jit(create)() if mesh is None else create_on(mesh, create)
+    caches = [cache, *(jax.tree.map(jnp.copy, cache) for _ in range(config.num_layers - 1))]
+    allocator = BlockAllocator.create(**sizes, num_seqs=seqs, max_blocks_per_seq=per_seq)
+    allocator, _, ok = allocator.append(jnp.full(seqs, length), q_len=length)
+    require(ok.all(), "the pool is too small")
+    rest = allocator, jnp.zeros(seqs, jnp.int32), jnp.zeros((seqs, config.vocab_size))
+    return State(tuple(caches), *(rest if mesh is None else replicate(mesh, rest)))
+
+
+def on_all(mesh: Mesh, count: int) -> jax.Array:
+    return replicate(mesh, jnp.int32(count))
+
+
+def time_steps(call: Callable[[State, int], State], state: State) -> tuple[float, np.ndarray]:
+    """Microseconds of a step, and the logits of the first. `call` runs a number of steps."""
+    state = call(state, 1)
+    logits, seconds = np.array(state.logits), dict[int, list[float]]({FEW: [], MANY: []})
+    for _ in range(REPEATS):
+        for count, found in seconds.items():
+            begin = time.perf_counter()
+            state = jax.block_until_ready(call(state, count))
+            found.append(time.perf_counter() - begin)
+    few, many = map(statistics.median, seconds.values())
+    return (many - few) / (MANY - FEW) * 1e6, logits
+
+
+def bytes_of(config: LlamaConfig, model: Llama, state: State, tokens: int) -> int:
+    """Of a device: its weights except the embedding, and its keys and values of all tokens."""
+    weights = nnx.state(model)
+    shards = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(weights)]
+    embedding = 0 if config.tie_embeddings else config.vocab_size * config.features
+    cache = state.caches[0].k
+    of_token = math.prod(cache.sharding.shard_shape(cache.shape)[2:])
+    return 2 * (sum(map(math.prod, shards)) - embedding + 2 * config.num_layers * tokens * of_token)
+
+
+def step(shape: str, mesh: Mesh, name: str) -> dict[str, Any]:
+    config, (seqs, length) = CONFIGS[name], map(int, shape.split("x"))
+    sides = models(name, mesh)
+    jobs, calls, states = dict[str, Any](), dict[str, Any](), dict[str, State]()
+    for key, model in sides.items():
+        where = None if key == "one" else mesh
+        graph, weights = nnx.split(model)
+        program, place = (run, jnp.int32) if where is None else (on_mesh(mesh, run), functools.partial(on_all, mesh))
+        states[key] = start(config, seqs, length, where)
+        lowered = program.lower(graph, weights, states[key], place(1))
+        jobs[key] = functools.partial(lowered.compile, compiler_options=chosen_compiler_options(None))
+        calls[key] = lambda call, state, count, weights=weights, place=place: call(weights, state, place(count))
+    nbytes = bytes_of(config, sides["several"], states["several"], seqs * length)
+    programs = compile_all(jobs)
+    times, logits = {}, {}
+    for key in sides:
+        call = functools.partial(calls[key], programs[key])
+        times[key], logits[key] = time_steps(call, states.pop(key))
+    found = dict(times, bytes=nbytes, floor=nbytes / read_bandwidth() * 1e6)
+    if "one" in sides:
+        error = worst_error(shape, logits["several"], logits["one"], most=MOST_ERROR)
+        found |= dict(error=error, speedup=times["one"] / times["several"])
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Unpack
 
 import jax
@@ -11,12 +12,13 @@ from jax.typing import ArrayLike
 
 from jaxpaged._attention.call import check_call
 from jaxpaged._attention.merge import merge_attention
-from jaxpaged._attention.public import ContextKeywords, paged_attention
-from jaxpaged._attention.runs import cut_uniform, join_uniform
+from jaxpaged._attention.public import ContextKeywords, paged_attention, whole_attention
 from jaxpaged._debug import unchecked
 from jaxpaged._integers import as_int32
 from pallas_kernels.common import merge_parts
 from pallas_kernels.common.interface import Call
+
+RUN_TOKENS = 128  # that attend together to the blocks before their run; longer runs read more of their own blocks alone
 
 
 @unchecked
@@ -39,11 +41,10 @@ def context_parallel_attention(
     with `context_parallel_slots`. Another mesh axis may shard the heads of q, caches, sinks and scales.
 
     Each device attends to its own tokens. One `psum` of `n * (head_dim + 1) * 4` bytes per query and head then collects
-    the outputs and lses.
+    the outputs and lses; with several tokens per sequence, a `psum` of the lses and one of the weighted outputs.
 
-    Several tokens per sequence are computed in runs of at most 64 rows (tokens times query heads per KV head). The
-    tokens of a run attend together to the blocks before the run, and separately to the blocks of the run. This case has
-    not been timed on a GPU.
+    Several tokens per sequence are computed in runs of at most 128. The tokens of a run attend together to the blocks
+    before the run, and separately to the blocks of the run. This case has not been timed on a GPU.
 
     The layout is fixed when you create the cache. Two H200s are faster than one from about 45,000 tokens on, counted
     over all sequences (32/8 heads, head_dim 128). For a smaller pool, use a mesh axis of one device.
@@ -98,11 +99,9 @@ def context_parallel_attention(
         out, lse = paged_attention(*arrays, sinks=sinks, return_lse=True, **options)
     else:
         out, lse = _attend_in_runs(call, axis_name, sinks, options)
-    if jnp.ndim(q) == 3:
-        out, lse = out[:, 0], lse[:, 0]
-    parts = _gather(jnp.concatenate([out.astype(jnp.float32), lse[..., None]], axis=-1), axis_name)
-    merged, lse = merge_parts.merge(parts[..., :-1], parts[..., -1], None)
-    return merged.astype(out.dtype), lse
+    merged, lse = _merge(out, lse, axis_name)
+    merged = merged.astype(out.dtype)
+    return (merged[:, 0], lse[:, 0]) if jnp.ndim(q) == 3 else (merged, lse)
 
 
 def context_parallel_slots(slots: ArrayLike, *, block_size: int, axis_name: str) -> jax.Array:
@@ -129,23 +128,23 @@ def _attend_in_runs(
     """Attention over this device's tokens: out [seqs, q_len, heads, head_dim] and lse f32 [seqs, q_len, heads].
 
     In the blocks of its run, the number of this device's tokens that a query sees depends on the query's position. So
-    there are two calls: one on all blocks before the run, with the tokens of a run as heads of one token, and one on
-    the blocks of the run, with each token as a sequence.
+    there are two calls: one without a causal mask on all blocks before the run, and one on the blocks of the run, with
+    each token as a sequence.
     """
     seqs, q_len, heads, head_dim = call.q.shape
     block_size, caches = call.block_size, (call.k_cache, call.v_cache)
     size = block_size * jax.lax.axis_size(axis_name)
-    run = call.run_tokens()
-    num_runs = -(-q_len // run)
+    num_runs = -(-q_len // RUN_TOKENS)
+    run = -(-q_len // num_runs)
     lengths = jnp.clip(call.lengths, 0, call.block_tables.shape[1] * size)
     positions = jnp.maximum(lengths[:, None] + jnp.arange(-num_runs * run, 0, dtype=jnp.int32)[None], -1)
     blocks_before = jnp.maximum(positions[:, ::run], 0) // size  # [seqs, num_runs]
 
-    whole = dataclasses.replace(call, causal=False)
-    folded = cut_uniform(whole, run)
-    arrays = folded.q, *caches, folded.block_tables, (blocks_before * block_size).reshape(-1)
-    before = paged_attention(*arrays, return_lse=True, **options)
-    out, lse = (join_uniform(x, whole) for x in before)
+    q = jnp.pad(call.q, ((0, 0), (num_runs * run - q_len, 0), (0, 0), (0, 0)))
+    tables = jnp.repeat(call.block_tables, num_runs, axis=0)
+    arrays = q.reshape(-1, run, heads, head_dim), *caches, tables, (blocks_before * block_size).reshape(-1)
+    before = whole_attention(*arrays, return_lse=True, **options)
+    out, lse = (x.reshape(seqs, num_runs * run, *x.shape[2:])[:, -q_len:] for x in before)
 
     # A run may reach into one more block than it fills.
     blocks_before = jnp.repeat(blocks_before, run, axis=1)[:, -q_len:, None]  # [seqs, q_len, 1]
@@ -158,13 +157,24 @@ def _attend_in_runs(
     return merge_attention(out, lse, own_out.reshape(out.shape), own_lse.reshape(lse.shape))
 
 
-def _gather(x: jax.Array, axis_name: str) -> jax.Array:
-    """`x` of each device, `[n, *x.shape]`.
+def _merge(out: jax.Array, lse: jax.Array, axis_name: str) -> tuple[jax.Array, jax.Array]:
+    """Merges all devices' outputs `[seqs, q_len, heads, head_dim]`, in float32.
 
-    As a sum with zeros: on one host XLA sums with a kernel in a CUDA graph, and an `all_gather` would break the graph.
+    By sums alone: on one host XLA sums with a kernel in a CUDA graph, and an `all_gather` would break the graph.
     """
+    out, total = out.astype(jnp.float32), functools.partial(jax.lax.psum, axis_name=axis_name)
+    if out.shape[1] == 1:  # one exchange, whose latency is most of its time
+        parts = total(_among_zeros(jnp.concatenate([out, lse[..., None]], axis=-1), axis_name))
+        return merge_parts.merge(parts[..., :-1], parts[..., -1], None)
+    lses = total(_among_zeros(lse, axis_name))
+    weighted, lse = merge_parts.merge(_among_zeros(out, axis_name), lses, None)
+    return total(weighted), lse
+
+
+def _among_zeros(x: jax.Array, axis_name: str) -> jax.Array:
+    """`[n, *x.shape]`: x at this device's index, and zeros."""
     is_own = jnp.arange(jax.lax.axis_size(axis_name)) == jax.lax.axis_index(axis_name)
-    return jax.lax.psum(jnp.where(is_own.reshape(-1, *[1] * x.ndim), x[None], 0), axis_name)
+    return jnp.where(is_own.reshape(-1, *[1] * x.ndim), x[None], 0)
 
 
 def _own_lengths(lengths: jax.Array, block_size: int, axis_name: str) -> jax.Array:

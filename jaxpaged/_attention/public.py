@@ -236,22 +236,12 @@ def whole_attention(
     block_tables: jax.Array,
     lengths: jax.Array,
     *,
-    query_starts: jax.Array | None,
-    scale: ArrayLike,
-    k_scale: jax.Array | None,
-    value_dim: int | None,
-    implementation: Implementation | None,
+    query_starts: jax.Array | None = None,
     return_lse: Literal[True],  # for `on_shards`
+    **options: Unpack[ContextKeywords],
 ) -> tuple[jax.Array, jax.Array]:
     """`paged_attention` of queries that all see every token of `lengths`; their own tokens are not among these."""
-    call, hints = check(
-        (q, k_cache, v_cache, block_tables, lengths),
-        query_starts=query_starts,
-        scale=scale,
-        k_scale=k_scale,
-        value_dim=value_dim,
-        implementation=implementation,
-    )
+    call, hints = check((q, k_cache, v_cache, block_tables, lengths), query_starts=query_starts, **options)
     return attend(dataclasses.replace(call, causal=False), hints, None)
 
 

@@ -2,29 +2,19 @@
 
 A step of up to 64 rows reads each GPU's part of the weights and of the cache once. Every product and every attention
 call lasts a fixed time longer than its bytes, small kernels do the same work on each GPU, and every exchange has a
-latency. No constant is computed from the figures of two GPUs in `several_gpus.json`, except that context parallel
-starts from one GPU's time there. Those figures are the check (scaling_tables.py), but inputs measured in several ways
-were chosen with them known. Times are microseconds, sizes bytes.
+latency, which grows with each doubling of the GPUs. The constants are from one GPU, from sums of two, and from context
+parallel calls of two and four. Steps of two and four GPUs are the check (scaling_tables.py). Times are microseconds,
+sizes bytes.
 """
 
 import dataclasses
+import math
 import statistics
 
 from benchmarks.figures.cells import Points
 
-# Two H200s, jax 0.11.2, a step of Llama 3 8B's shape with and without its 64 sums (a wrong result), on one day
-# before `several_gpus.json`, by the way of summing. NCCL in CUDA graphs was timed twice. One row sums 8 KB, 64 rows
-# sum 512 KB.
-STEPS_WITH_SUMS = {
-    "graphs": {1: 4160, 64: 5940},
-    "graphs, slower run": {1: 4300, 64: 6030},
-    "default": {1: 4400, 64: 6420},
-}
-STEPS_WITHOUT_SUMS = {1: 3590, 64: 5140}
-# From the same day: the small kernels of a sharded step of one row (600 launches; one GPU has 334), and an
-# exchange of 8 KB outside of CUDA graphs, with one small kernel that prepares it.
+# The small kernels of a sharded step of one row, in no file: 600 launches on two H200s with jax 0.11.2, 334 on one.
 SHARDED_SMALL_OF_ONE_ROW = 1200 / 32
-EXCHANGE_OUTSIDE_GRAPHS = 15.5
 # One layer of gpt-oss-20b's experts on an H100, 64 tokens, all experts computed: measured time over the bytes' time.
 EXPERTS_OVER_BYTES = 590 / 514
 
@@ -91,59 +81,67 @@ class Device:
     product: dict[int, float]  # the time of a product in addition to its bytes
     attention: float  # the same for an attention call
     small: dict[int, float]  # small kernels of a layer
-    merge: float  # one small kernel of one row
-    memory: float
+    slot: float  # one small kernel of one row, with the time until the next
 
 
+MEMORY = 141e9
+PRODUCTS = "decisions/products_h200"
 EQUAL_LENGTHS = (
     *("1x512", "1x8192", "1x32768", "1x131072", "8x2048", "8x8192"),
     *("32x2048", "64x2048", "128x1024", "256x1024", "64x8192"),
 )
 
 
-def device(points: Points, gpu: str) -> Device:
-    """The `h100` or the `h200`, from files of one GPU. Only the H100 has a profile of a step's kernels."""
-    shape, profiled = SHAPES["Llama 3 8B"], points("h100/decode_step")
-    product, small = {}, {}
+def device(points: Points) -> Device:
+    """The H200, from files of one GPU. Small kernels are from the profile of a step on an H100."""
+    shape, profiled, product, small = SHAPES["Llama 3 8B"], points("h100/decode_step"), {}, {}
     for rows, name in {64: "example 64x2048", 1: "example 1x8192"}.items():  # one row last: `others` is used below
         kernels, floor = profiled[name]["by_kernel"], shape.weight_bytes() / profiled[name]["read_bytes_per_s"] * 1e6
         products = [times for key, times in kernels.items() if key.startswith(("gemm", "nvjet"))]
         others = [times for key, times in kernels.items() if not key.startswith(("gemm", "nvjet", "paged"))]
         product[rows] = (sum(us for us, _ in products) - floor) / shape.products
         small[rows] = sum(us for us, _ in others) / shape.layers
-    read = points(f"{gpu}/decode_step")["example 64x2048"]["read_bytes_per_s"] / 1e6
-    if gpu == "h200":
-        found = points("decisions/products_h200")
-        names = "8b, products of all layers, 64 rows", "8b head, 64 rows"
-        us = sum(min(found[name]["cublas us"]) for name in names)
-        product[64] = (us - shape.weight_bytes() / read) / shape.products
-    calls = [points(f"{gpu}/decode")[f"32/8 {size}"] for size in EQUAL_LENGTHS]
+    read, found = points("h200/decode_step")["example 64x2048"]["read_bytes_per_s"] / 1e6, points(PRODUCTS)
+    us = sum(min(found[name]["cublas us"]) for name in ("8b, products of all layers, 64 rows", "8b head, 64 rows"))
+    product[64] = (us - shape.weight_bytes() / read) / shape.products
+    calls = [points("h200/decode")[f"32/8 {size}"] for size in EQUAL_LENGTHS]
     return Device(
         read=read,
         product=product,
         attention=statistics.median(call["us"] - call["bytes"] / read for call in calls),
         small=small,
-        merge=small[1] * shape.layers / sum(launches for _, launches in others),
-        memory={"h100": 80e9, "h200": 141e9}[gpu],
+        slot=small[1] * shape.layers / sum(launches for _, launches in others),
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """Exchanges inside a step: the latency between two GPUs, and bytes per microsecond."""
+    """A sum over GPUs inside a CUDA graph, by XLA's own kernel."""
 
-    latency: float
-    rate: float
+    latency: float  # between two GPUs, with the time until the next kernel
+    growth: float  # of the latency, with each doubling of the GPUs
+    rate: float  # bytes per microsecond that a GPU receives
 
-    def exchange(self, nbytes: float, n: int, *, ring: bool) -> float:
-        """`nbytes` are the bytes that a GPU receives. Each GPU sends to all others at once, or in a ring."""
-        return self.latency * (n - 1 if ring else 1) + nbytes / self.rate if n > 1 else 0.0
+    def sum(self, nbytes: float, n: int) -> float:
+        """`nbytes` are the bytes of the sum; each GPU receives its part of all others, and then their sums."""
+        received = 2 * (n - 1) / n * nbytes
+        return self.latency + self.growth * (math.log2(n) - 1) + received / self.rate if n > 1 else 0.0
 
 
-def link(way: str = "graphs") -> Link:
-    few, many = ((STEPS_WITH_SUMS[way][rows] - STEPS_WITHOUT_SUMS[rows]) / 64 for rows in (1, 64))
-    rate = 63 * 4096 * 2 / (many - few)
-    return Link(few - 4096 * 2 / rate, rate)
+CONTEXTS = "1x32768", "1x131072", "1x1048576"
+
+
+def link(points: Points) -> Link:
+    """From timed sums of two GPUs; the growth from context parallel calls of two and of four."""
+    few, many = (points("h200/sums")[f"{rows} rows of 4096"] for rows in (1, 64))
+    rate = (many["bytes"] - few["bytes"]) / (many["xla us"] - few["xla us"])
+    gpu = device(points)
+    two = Link(few["xla us"] - few["bytes"] / rate + gpu.slot, 0.0, rate)
+    growths = []
+    for size in CONTEXTS:
+        call = points("h200/several_gpus_x4")[f"context {size}"]
+        growths.append(call["several"] - context_parallel(gpu, two, call["one"], 4))
+    return dataclasses.replace(two, growth=statistics.median(growths))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,25 +161,11 @@ class Step:
 
 
 def tensor_parallel(
-    shape: Shape,
-    gpu: Device,
-    over: Link,
-    seqs: int,
-    length: int,
-    n: int = 1,
-    *,
-    ring: bool = False,
-    chosen: bool = False,
-    whole_vocabulary: bool = True,
+    shape: Shape, gpu: Device, over: Link, seqs: int, length: int, n: int = 1, *, chosen: bool = False
 ) -> Step:
-    """A decode step over n GPUs.
+    """A decode step over n GPUs, each with the whole vocabulary.
 
-    Args:
-        ring: exchanges go in a ring.
-        chosen: with kernels that read only the chosen experts, at the rate of other products; otherwise all experts are
-            computed.
-        whole_vocabulary: each GPU computes all logits; otherwise the embedding and the head are divided too, with a sum
-            for the embedding and an exchange of the logits.
+    With `chosen`, kernels read only the chosen experts, at the rate of other products; otherwise all are computed.
     """
     if seqs > 64:
         raise ValueError(f"the model is of steps of up to 64 rows, got seqs={seqs}")
@@ -191,33 +175,27 @@ def tensor_parallel(
         dense = dataclasses.replace(shape, hidden=0).layer_bytes()
         layers = dense + (layers - dense) * EXPERTS_OVER_BYTES
     small = gpu.small[rows] if n == 1 or rows > 1 else SHARDED_SMALL_OF_ONE_ROW
-    one_sum = over.exchange(rows * shape.features * 2 * 2 * (n - 1) / n, n, ring=ring)
-    exchanges, head = 2 * shape.layers * one_sum, shape.vocabulary_bytes
-    if not whole_vocabulary:
-        exchanges += one_sum + over.exchange(rows * shape.vocab * 4 * (n - 1) / n, n, ring=ring)
-        head /= n
     return Step(
-        weights=(layers / n + head) / gpu.read,
+        weights=(layers / n + shape.vocabulary_bytes) / gpu.read,
         cache=shape.cache_bytes(seqs, length) / min(n, shape.kv_heads) / gpu.read,
         products=shape.products * gpu.product[rows],
         attention=shape.layers * gpu.attention,
         small=shape.layers * small,
-        exchanges=exchanges,
+        exchanges=2 * shape.layers * over.sum(rows * shape.features * 2, n),
     )
 
 
-def context_parallel(gpu: Device, one: float, n: int, *, ring: bool = False) -> float:
+def context_parallel(gpu: Device, over: Link, one: float, n: int) -> float:
     """A call over n GPUs for one sequence with Llama 3 8B's heads, given its time on one GPU."""
     if n == 1:
         return one
-    received = (n - 2) * 32 * (128 + 1) * 4 / link().rate  # outputs and lses; the latency includes two GPUs' part
-    merge = EXCHANGE_OUTSIDE_GRAPHS * (n - 1 if ring else 1) + received + gpu.merge
-    return gpu.attention + (one - gpu.attention) / n + merge
+    gathered = n * 32 * (128 + 1) * 4  # outputs and lses, as a sum with zeros
+    return gpu.attention + (one - gpu.attention) / n + over.sum(gathered, n) + 2 * gpu.slot
 
 
-def fits(shape: Shape, gpu: Device, seqs: int, length: int) -> int:
+def fits(shape: Shape, seqs: int, length: int) -> int:
     """The fewest GPUs, a power of two, with room for weights, embedding and cache in 90% of their memory."""
-    room, n = 0.9 * gpu.memory - 2 * shape.vocabulary_bytes, 1  # each GPU has the embedding and the head
+    room, n = 0.9 * MEMORY - 2 * shape.vocabulary_bytes, 1  # each GPU has the embedding and the head
     layers, cache = shape.layer_bytes(), shape.cache_bytes(seqs, length)
     if cache / shape.kv_heads >= room:
         raise ValueError(f"a KV head of {seqs} x {length} tokens exceeds a GPU: divide tokens, not heads")

@@ -1,6 +1,7 @@
 """Tables of docs/ about caches, the allocator, models and the engine, from the files of benchmarks/results."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any, Literal
 
 from benchmarks.figures.cells import Points, label, table, us
@@ -38,6 +39,7 @@ ALLOCATOR_OPERATIONS = {
 SEVERAL_GPUS = {
     "attention": "tensor parallel, attention",
     "step": "tensor parallel, a step of Llama-3-8B",
+    "step70b": "tensor parallel, a step of Llama-3-70B",
     "prefill": "tensor parallel, prompts of Llama-3-8B",
     "context": "context parallel, attention",
     "prompts": "context parallel, 512 tokens of a prompt",
@@ -68,6 +70,42 @@ def orders(points: Points) -> str:
     return table(("shape of", "requests at once", "order", "jaxpaged", "vLLM 0.25.1", "ratio"), rows)
 
 
+SMALL_MODELS = {"0.6b": "Qwen3 0.6B", "1b": "Llama 3.2 1B", "1.7b": "Qwen3 1.7B", "4b": "Qwen3 4B"}
+SMALL_WORK = {
+    **{f"engine {count}": f"{count:,} requests, as given" for count in (2048, 1024, 512)},
+    **{f"longest first {count}": f"{count:,} requests, longest first" for count in (2048, 1024, 512)},
+    "round 1": "rollouts, first round",
+    "round 2": "rollouts, second round",
+}
+
+
+def small_models(points: Points) -> str:
+    """Tokens per second of both; a row for each work and a pair of columns for each model."""
+    files = [points(f"h200/{engine}_small_models") for engine in ("engine", "vllm")]
+    rows = []
+    for point, text in SMALL_WORK.items():
+        row = [text]
+        for model in SMALL_MODELS:
+            rates = [found[f"{model}, {point}"]["tokens_per_s"] for found in files if f"{model}, {point}" in found]
+            row.append(f"{rates[0]:,.0f} / {rates[1]:,.0f} = {rates[0] / rates[1]:.2f}" if rates else "")
+        rows.append(row)
+    return table(("tokens a second, jaxpaged / vLLM 0.25.1", *SMALL_MODELS.values()), rows)
+
+
+def small_arrivals(points: Points) -> str:
+    """Milliseconds of a request's waits, the median and the 99th percentile, in this engine and in vLLM."""
+    files, rows = [points(f"h200/{engine}_small_models") for engine in ("engine", "vllm")], []
+    waits = {"to_first_ms": 0, "between_tokens_ms": 1, "to_last_ms": 0}
+    for (model, name), rate in itertools.product(SMALL_MODELS.items(), (10, 50)):
+        row = [name, str(rate)]
+        for (wait, decimals), found in itertools.product(waits.items(), files):
+            quantiles = found[f"{model}, {rate} a second"][wait]
+            row.append(", ".join(f"{quantiles[p]:,.{decimals}f}" for p in ("p50", "p99")))
+        rows.append(row)
+    heads = (f"{wait}{engine}" for wait in ("first token", "between tokens", "last token") for engine in ("", ", vLLM"))
+    return table(("shape of", "requests a second", *heads), rows)
+
+
 def changed_logits(points: Points) -> str:
     """Microseconds of a step of 256 sequences, by what changes its logits."""
     found = points("h200/changed_logits_8b")
@@ -93,6 +131,25 @@ def times_vllm(points: Points) -> str:
         ratios.setdefault(model, []).append(ours / theirs)
     (small, most), (large, more) = ((model, f"{min(r):.1f} to {max(r):.1f} times") for model, r in ratios.items())
     return f"The engine generates {most} vLLM's tokens a second with the shape of {small}, and {more} with {large}'s."
+
+
+def times_vllm_small(points: Points) -> str:
+    """A sentence with the smallest and the largest ratio of all small models."""
+    ours, theirs = (points(f"h200/{engine}_small_models") for engine in ("engine", "vllm"))
+
+    def span(*works: str) -> str:
+        rates = [
+            (point["tokens_per_s"], theirs[name]["tokens_per_s"])
+            for name, point in ours.items()
+            if name.split(", ")[1].startswith(works)
+        ]
+        ratios = [one / other for one, other in rates]
+        return f"{min(ratios):.1f} to {max(ratios):.1f} times"
+
+    return (
+        "On H200s, with shapes of 0.6 to 4 billion parameters, it is "
+        f"{span('engine', 'longest')}, and {span('round')} for the rollouts of a learner."
+    )
 
 
 def vllm_rates(points: Points) -> dict[tuple[str, int], list[float]]:
@@ -295,31 +352,32 @@ def allocator_in_a_step(points: Points) -> str:
 
 def several_gpus(points: Points) -> str:
     rows = []
-    for gpu in ("H200", "H100"):
-        for name, p in points(f"{gpu.lower()}/several_gpus").items():
+    for file, count, gpu in (("h200/several_gpus", 2, "H200"), ("h200/several_gpus_x4", 4, "H200")):
+        for name, p in points(file).items():
             part, shape = name.split()
-            size = f"{shape.split('x')[-1]} requests" if part.startswith("engine") else label(f"32/8 {shape}")
-            share = us(p["share"]) if "share" in p else ""
-            rows.append([gpu, SEVERAL_GPUS[part], size, us(p["one"]), share, us(p["several"]), f"{p['speedup']:.2f}"])
-    return table(("GPU", "what", "sequences x length", "one GPU", "its share", "two GPUs", "times as fast"), rows)
+            share, one = (us(p[key]) if key in p else "" for key in ("share", "one"))
+            speedup = f"{p['speedup']:.2f}" if "speedup" in p else ""
+            cells = SEVERAL_GPUS[part], label(f"32/8 {shape}"), one, share, us(p["several"])
+            rows.append([f"{count} x {gpu}", *cells, speedup])
+    return table(("GPUs", "what", "sequences x length", "one GPU", "its share", "several", "times as fast"), rows)
 
 
 def sharded_engine(points: Points) -> str:
-    """An engine over two GPUs next to one on one GPU: seconds, and milliseconds in which a step's kernels run."""
-    found = points("h200/sharded_engine")
+    """An engine over two and four GPUs next to one on one GPU: seconds, and milliseconds that a step's kernels run."""
+    two, four = points("h200/sharded_engine"), points("h200/sharded_engine_x4")
+    engines = (two, "one"), (two, "default"), (four, "default")
 
-    def pair(part: Any) -> list[Any]:
-        return [found[f"engine {part}"][engine] for engine in ("one", "default")]
+    def row(part: Any, value: Callable[[Any], float]) -> list[str]:
+        one, *several = (value(found[f"engine {part}"][name]) for found, name in engines)
+        return [f"{one:.1f}", *itertools.chain(*([f"{each:.1f}", f"{one / each:.2f}"] for each in several))]
 
-    pairs = {"ready, s": [starts[0]["ready"] for starts in pair("ready")]}
-    for count in (512, 2048):
-        pairs[f"{count:,} requests, s"] = [microseconds / 1e6 for microseconds in pair(count)]
-    for profiles in map(pair, ("prompts", "tokens")):
-        (kind,) = profiles[0]["steps"]
-        busy = [profile["busy"] / profile["steps"][kind] for profile in profiles]
-        pairs[f"kernels of a step of {int(kind.split('_')[1]):,} rows, ms"] = busy
-    rows = [[name, f"{one:.1f}", f"{two:.1f}", f"{one / two:.2f}"] for name, (one, two) in pairs.items()]
-    return table(("", "one GPU", "two GPUs", "times as fast"), rows)
+    rows = [["ready, s", *row("ready", lambda starts: starts[0]["ready"])]]
+    rows += [[f"{count:,} requests, s", *row(count, lambda spent: spent / 1e6)] for count in (512, 2048)]
+    for profile in ("prompts", "tokens"):
+        (kind,) = two[f"engine {profile}"]["one"]["steps"]
+        text = f"kernels of a step of {int(kind.split('_')[1]):,} rows, ms"
+        rows.append([text, *row(profile, lambda p: p["busy"] / sum(p["steps"].values()))])
+    return table(("", "one GPU", "two", "times as fast", "four", "times as fast"), rows)
 
 
 def sums(points: Points) -> str:

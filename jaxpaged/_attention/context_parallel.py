@@ -44,9 +44,9 @@ def context_parallel_attention(
     the outputs and lses; with several tokens per sequence, a `psum` of the lses and one of the weighted outputs.
 
     Several tokens per sequence are computed in runs of at most 128. The tokens of a run attend together to the blocks
-    before the run, and separately to the blocks of the run. This case has not been timed on a GPU.
+    before the run, and separately to the blocks of the run. This case has not been timed on GPUs.
 
-    The layout is fixed when you create the cache. Two H200s are faster than one from about 45,000 tokens on, counted
+    The layout is fixed when you create the cache. Two H200s are faster than one from about 15,000 tokens on, counted
     over all sequences (32/8 heads, head_dim 128). For a smaller pool, use a mesh axis of one device.
 
     Args:

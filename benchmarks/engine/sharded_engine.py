@@ -56,6 +56,9 @@ ENGINES: dict[str, dict[str, Any] | None] = {
 SEATS = CHUNK = 512  # as the engine of throughput.py chooses them
 NUM_REQUESTS = 2048  # in h200/engine_8b.json; fewer are the first of these
 NUM_SCORED = 16  # prompts whose logprobs are compared
+# All layers, with partial sums rounded to bfloat16: 0.17 over two GPUs, 0.33 over four. Unrelated logits, with a
+# standard deviation of 1.3 each, would differ by about 6 somewhere.
+MOST_NATS = 1.0
 PROFILED_STEPS = 8
 # Steps before a profile. 512 requests in 512 seats have chunks of prompts in their first 155 steps or more.
 PROFILES = {"prompts": 16, "tokens": 240}
@@ -115,7 +118,7 @@ def sharded_engine(store: Store, counts: Sequence[int], mesh: Mesh, names: Seque
         scores = made.score([prompt[:1] for prompt in prompts], [prompt[1:] for prompt in prompts])
         found = [score.logprobs for score in scores]
         expected = expected or found
-        error = worst_nats(found, expected)
+        error = worst_nats(found, expected, most=MOST_NATS)
         for count in counts:
             if name not in store.points.get(point := f"engine {count}", {}):
                 add(point, "tokens", sum(new for _, new in requests[:count]))

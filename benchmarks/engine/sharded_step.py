@@ -1,9 +1,10 @@
 """The part `step` of several_gpus.py: decode steps of a model with its heads over several GPUs, and of one GPU.
 
 The model is the one of examples/lib/llama.py with random bfloat16 weights. A step appends a token to each sequence,
-computes the model and takes the likeliest next tokens; all steps of a run are one loop in one jit, with the engine's
-options for XLA. Before a time is measured, the logits of a first step must equal one GPU's up to rounding. If the
-weights do not fit one GPU, random shards are made on each, and nothing is compared. Points have microseconds a step:
+computes the model and takes the likeliest next tokens. All steps of a run are one loop in one jit, from 64 sequences on
+with the engine's options for XLA, which make narrower steps slower. Before a time is measured, the logits of a first
+step must equal one GPU's up to rounding. If the weights do not fit one GPU, random shards are made on each, and nothing
+is compared. Points have microseconds a step:
 
 - one, several: on one GPU and on all;
 - bytes: of weights and cache that each GPU reads in a step;
@@ -122,6 +123,7 @@ def bytes_of(config: LlamaConfig, model: Llama, state: State, tokens: int) -> in
 def step(shape: str, mesh: Mesh, name: str) -> dict[str, Any]:
     config, (seqs, length) = CONFIGS[name], map(int, shape.split("x"))
     sides = models(name, mesh)
+    xla = chosen_compiler_options(None) if seqs >= 64 else None
     jobs, calls, states = dict[str, Any](), dict[str, Any](), dict[str, State]()
     for key, model in sides.items():
         where = None if key == "one" else mesh
@@ -129,7 +131,7 @@ def step(shape: str, mesh: Mesh, name: str) -> dict[str, Any]:
         program, place = (run, jnp.int32) if where is None else (on_mesh(mesh, run), functools.partial(on_all, mesh))
         states[key] = start(config, seqs, length, where)
         lowered = program.lower(graph, weights, states[key], place(1))
-        jobs[key] = functools.partial(lowered.compile, compiler_options=chosen_compiler_options(None))
+        jobs[key] = functools.partial(lowered.compile, compiler_options=xla)
         calls[key] = lambda call, state, count, weights=weights, place=place: call(weights, state, place(count))
     nbytes = bytes_of(config, sides["several"], states["several"], seqs * length)
     programs = compile_all(jobs)

@@ -101,4 +101,4 @@ def context(shape: str, mesh: Mesh, toy: bool, *, q_len: int = 1) -> dict[str, A
 
 def prompts(shape: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
     """`context` for the last tokens of a prompt."""
-    return context(shape, mesh, toy, q_len=40 if toy else 512)
+    return context(shape, mesh, toy, q_len=39 if toy else 512)

@@ -13,7 +13,7 @@ Times are microseconds per call or for all requests. Set XLA_FLAGS for other opt
 writes its points into sharded_engine.json.
 
     python -m benchmarks.engine.several_gpus --parts attention --shapes 64x2048
-    python -m benchmarks.engine.several_gpus --parts engine --engines one default --shapes 512
+    python -m benchmarks.engine.several_gpus --parts engine --shapes 512
     XLA_FLAGS=--xla_force_host_platform_device_count=2 python -m benchmarks.engine.several_gpus --toy    # on a CPU
 """
 
@@ -26,8 +26,7 @@ import jax
 from jax.sharding import Mesh
 
 from benchmarks.engine.model import CONFIGS
-from benchmarks.engine.sharded_engine import ENGINES, sharded_engine
-from benchmarks.engine.sharded_model import is_large
+from benchmarks.engine.sharded_engine import sharded_engine
 from benchmarks.engine.sharded_step import step
 from benchmarks.engine.workload import SIZES, create_engine, time_work, workload
 from benchmarks.harness import add_output, open_store
@@ -71,14 +70,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", help="sequences x length, or requests, with one of --parts")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--model", default="8b", choices=tuple(CONFIGS), help="of the parts step and engine")
-    parser.add_argument(
-        "--engines", nargs="+", default=tuple(ENGINES), choices=tuple(ENGINES), help="of the part engine: two or more"
-    )
     parser.add_argument("--toy", action="store_true", help="tiny sizes, to try the script out")
     add_output(parser)
     options = parser.parse_args(arguments)
-    if len(options.engines) < 2 and not is_large(CONFIGS[options.model]):
-        parser.error("--engines compares the logprobs of engines with the first; name two or more.")
     mesh = make_mesh(options.devices)
     name = "sharded_engine" if options.parts == ["engine"] else "several_gpus"
     model = "toy" if options.toy else options.model
@@ -87,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
     for part in options.parts:
         shapes = options.shapes or (TOY_SHAPES if options.toy else SHAPES)[part]
         if part == "engine":
-            sharded_engine(store, list(map(int, shapes)), mesh, options.engines, model)
+            sharded_engine(store, list(map(int, shapes)), mesh, model)
             continue
         measure = {"attention": attention, "context": context, "prompts": prompts, "engines": engines}.get(part)
         for shape in shapes:

@@ -1,16 +1,13 @@
-"""The part `engine` of several_gpus.py: engines with a model's heads over several GPUs, and the engine of one GPU.
+"""The part `engine` of several_gpus.py: an engine with a model's heads over several GPUs, and the engine of one GPU.
 
 The model has Llama-3-8B's shape or that of --model, and random bfloat16 weights (sharded_model.py). Requests, seats,
-chunks and the pool are the same as in throughput.py; requests are greedy and start in the order given. `--engines`
-selects engines:
+chunks and the pool are the same as in throughput.py; requests are greedy and start in the order given. Engines:
 
-- one: on one GPU;
-- default: over all GPUs, with the engine's own options for XLA; with jax 0.12 it needs NCCL 2.29 or newer;
-- graphs: the same with NCCL inside CUDA graphs, as in "Other collectives in CUDA graphs" of docs/several_gpus.md.
+- one: on one GPU; not for 70B, which no GPU holds;
+- several: over all GPUs; with jax 0.12 it needs NCCL 2.29 or newer.
 
-The logprobs of some prompts must equal the first engine's up to rounding (70B has no engine on one GPU), and each
-request must get all its tokens. An engine's time until it is ready begins with the model on the first GPU, or 70B on
-all, and ends with the engine's first tokens. Points:
+The logprobs of some prompts must be equal up to rounding, and each request must get all its tokens. An engine's time
+until it is ready begins with the model on the first GPU, or 70B on all, and ends with its first tokens. Points:
 
 - ready: the seconds of each start: sharding the model, creating and compiling the engine, and its first tokens;
 - a number of requests: microseconds for all;
@@ -20,7 +17,6 @@ all, and ends with the engine's first tokens. Points:
 
 import itertools
 import math
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -34,25 +30,10 @@ from benchmarks.engine.throughput import worst_nats
 from benchmarks.engine.workload import BLOCK_SIZE, SIZES, Request, time_work, workload
 from benchmarks.harness import Event, Store, by_kernel, traced
 from jaxpaged import Engine, EngineOptions, SamplingParams
-from jaxpaged._engine.defaults import COMPILER_OPTIONS
 from lib.engine_llama import create_engine
 from lib.llama import Llama
 from lib.tensor_parallel import repeated_kv_heads, shard_model
 
-os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")  # for "graphs"; NCCL reads it before its first sum
-
-# Options of XLA; None: the engine's own.
-ENGINES: dict[str, dict[str, Any] | None] = {
-    "one": None,
-    "default": None,
-    "graphs": COMPILER_OPTIONS
-    | {
-        "xla_gpu_experimental_use_collective_kernels": "",
-        "xla_gpu_enable_command_buffer": (
-            "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,COLLECTIVES"
-        ),
-    },
-}
 SEATS = CHUNK = 512  # as the engine of throughput.py chooses them
 NUM_REQUESTS = 2048  # in h200/engine_8b.json; fewer are the first of these
 NUM_SCORED = 16  # prompts whose logprobs are compared
@@ -77,7 +58,6 @@ def start(name: str, model: Llama, mesh: Mesh, model_name: str) -> tuple[Engine,
             max_num_seqs=sizes.seats or SEATS,
             max_model_len=2 * sizes.longest,
             chunk_tokens=sizes.chunk or CHUNK,
-            compiler_options=ENGINES[name],
         ),
         block_size=BLOCK_SIZE,
         dtype="bfloat16",
@@ -101,8 +81,8 @@ def profile(engine: Engine, work: Sequence[Request], first_step: int) -> dict[st
     return dict(steps=kinds, **split(events), kernels=dict(itertools.islice(times.items(), SHOWN)))
 
 
-def sharded_engine(store: Store, counts: Sequence[int], mesh: Mesh, names: Sequence[str], model_name: str) -> None:
-    """Adds the points of the named engines to the store. Engines and numbers that have a point are not timed again."""
+def sharded_engine(store: Store, counts: Sequence[int], mesh: Mesh, model_name: str) -> None:
+    """Adds the points of the engines to the store. Numbers and profiles that have a point are not timed again."""
     config, expected, longest = CONFIGS[model_name], None, SIZES[model_name].longest
     model = random_shards(config, mesh) if is_large(config) else random_model(config)
     requests = workload(max(NUM_REQUESTS, *counts), longest)
@@ -112,7 +92,7 @@ def sharded_engine(store: Store, counts: Sequence[int], mesh: Mesh, names: Seque
         store.add(point, store.points.get(point, {}) | {key: value})
         print(f"{point}, {key}: {value}", flush=True)
 
-    for name in names:
+    for name in ("several",) if is_large(config) else ("one", "several"):
         made, seconds = start(name, model, mesh, model_name)
         add("engine ready", name, [*store.points.get("engine ready", {}).get(name, []), seconds])
         scores = made.score([prompt[:1] for prompt in prompts], [prompt[1:] for prompt in prompts])

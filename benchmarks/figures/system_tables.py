@@ -365,7 +365,7 @@ def several_gpus(points: Points) -> str:
 def sharded_engine(points: Points) -> str:
     """An engine over two and four GPUs next to one on one GPU: seconds, and milliseconds that a step's kernels run."""
     two, four = points("h200/sharded_engine"), points("h200/sharded_engine_x4")
-    engines = (two, "one"), (two, "default"), (four, "default")
+    engines = (two, "one"), (two, "several"), (four, "several")
 
     def row(part: Any, value: Callable[[Any], float]) -> list[str]:
         one, *several = (value(found[f"engine {part}"][name]) for found, name in engines)

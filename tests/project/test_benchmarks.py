@@ -31,7 +31,7 @@ TOYS = {
     "engine.rollout": "--model toy --prompts 3",
     "engine.sampling": "--toy --seconds 0.01",
     "engine.server": "--model toy --clients 3 --requests 7 --data-parallel 2",
-    "engine.several_gpus": "--toy --engines one default",
+    "engine.several_gpus": "--toy",
     "engine.start": "--model toy",
     "engine.throughput": "--model toy --requests 9 3",
     "kernels.cache_ops": "--toy",

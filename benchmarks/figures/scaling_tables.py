@@ -39,16 +39,9 @@ def step(gpu: Device, over: Link, size: str, n: int, shape: Shape = LLAMA) -> St
     return tensor_parallel(shape, gpu, over, seqs, length + GROWTH, n)
 
 
-def of_timed_steps(points: Points) -> Device:
-    """The GPU with the products of the timed steps of one row: cuBLAS's, as one GPU's step tells."""
-    gpu, found = device(points), points(FILES[2])["step 1x8192"]["one"]
-    more = (found - step(gpu, link(points), "1x8192", 1).us) / LLAMA.products
-    return dataclasses.replace(gpu, product=gpu.product | {1: gpu.product[1] + more})
-
-
 def several_gpu_checks(points: Points, *, gpu: Device | None = None) -> Iterator[Check]:
     """The figures of two and four GPUs."""
-    gpu, over = gpu or of_timed_steps(points), link(points)
+    gpu, over = gpu or device(points), link(points)
     for n, file in FILES.items():
         for name, point in points(file).items():
             part, size = name.split()
@@ -90,12 +83,9 @@ def prompts(points: Points) -> Check:
 
 
 def checks(points: Points) -> str:
-    """Microseconds; the server's row is tokens a second."""
+    """Microseconds."""
     rows = [check.cells() for each in (several_gpu_checks, one_gpu_checks) for check in each(points)]
     rows.append(prompts(points).cells())
-    server = points("h200/engine_server_x2")
-    found, one = (server[name]["tokens_per_s"] for name in ("server, 2 engines, 256 clients", "server"))
-    rows.append(["2 x H200", "data parallel in one process, tokens/s", "", us(found), us(2 * one), "not reproduced"])
     return table(("GPUs", "figure", "sequences x length", "measured", "model", "model / measured"), rows)
 
 
@@ -196,7 +186,7 @@ def bars(points: Points) -> str:
         sign = "at least" if bar.larger else "at most"
         values = (f"{bar.value(over):.2f}" for over in (link(points), FREE))
         rows.append([bar.text, f"{sign} {bar.needed}", *values, f"{bar.measured:.2f}" if bar.measured else ""])
-    return table(("goal", "needed", "predicted", "exchanges free", "measured"), rows)
+    return table(("goal", "needed", "predicted", "with free exchanges", "measured"), rows)
 
 
 def limits(points: Points) -> str:

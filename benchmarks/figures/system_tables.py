@@ -95,14 +95,14 @@ def small_models(points: Points) -> str:
 def small_arrivals(points: Points) -> str:
     """Milliseconds of a request's waits, the median and the 99th percentile, in this engine and in vLLM."""
     files, rows = [points(f"h200/{engine}_small_models") for engine in ("engine", "vllm")], []
-    waits = {"to_first_ms": 0, "between_tokens_ms": 1, "to_last_ms": 0}
+    waits = {"to_first_ms": 0, "between_pieces_ms": 1, "to_last_ms": 0}
     for (model, name), rate in itertools.product(SMALL_MODELS.items(), (10, 50)):
         row = [name, str(rate)]
         for (wait, decimals), found in itertools.product(waits.items(), files):
             quantiles = found[f"{model}, {rate} a second"][wait]
             row.append(", ".join(f"{quantiles[p]:,.{decimals}f}" for p in ("p50", "p99")))
         rows.append(row)
-    heads = (f"{wait}{engine}" for wait in ("first token", "between tokens", "last token") for engine in ("", ", vLLM"))
+    heads = (f"{wait}{engine}" for wait in ("first token", "between pieces", "last token") for engine in ("", ", vLLM"))
     return table(("shape of", "requests a second", *heads), rows)
 
 
@@ -144,11 +144,11 @@ def times_vllm_small(points: Points) -> str:
             if name.split(", ")[1].startswith(works)
         ]
         ratios = [one / other for one, other in rates]
-        return f"{min(ratios):.1f} to {max(ratios):.1f} times"
+        return f"{min(ratios):.1f} to {max(ratios):.1f}"
 
     return (
-        "On H200s, with shapes of 0.6 to 4 billion parameters, it is "
-        f"{span('engine', 'longest')}, and {span('round')} for the rollouts of a learner."
+        "On H200s, with shapes of 0.6 to 4 billion parameters, the ratio is "
+        f"{span('engine', 'longest')}, and {span('round')} for rollouts of reinforcement learning."
     )
 
 
@@ -382,7 +382,7 @@ def sharded_engine(points: Points) -> str:
 
 def sums(points: Points) -> str:
     """Microseconds of a sum over two GPUs."""
-    ways = {"xla us": "XLA's own", "nccl us": "NCCL in CUDA graphs"}
+    ways = {"xla us": "jax 0.12's default", "nccl us": "NCCL in CUDA graphs"}
     rows = []
     for point in points("h200/sums").values():
         if "bytes" in point:

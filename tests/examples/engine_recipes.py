@@ -39,14 +39,17 @@ class TimedRecipe:
 
 
 def hold(gate, model, *, after=0):
-    """Lets the engine do `after` steps, and no more while there is no file `gate`."""
+    """Lets the engine do `after` steps, and no more while there is no file `gate`. Later steps are slow: messages from
+    before the gate opened arrive between them on a busy machine too."""
 
     def change(engine):
         step, num_steps = engine.step, itertools.count()
 
         def held(**how):
-            while next(num_steps) >= after and not gate.exists():
-                time.sleep(0.005)
+            if next(num_steps) >= after:
+                while not gate.exists():
+                    time.sleep(0.005)
+                time.sleep(0.05)
             return step(**how)
 
         engine.step = held

@@ -44,7 +44,8 @@ def context_parallel_attention(
     the outputs and lses; with several tokens per sequence, a `psum` of the lses and one of the weighted outputs.
 
     Several tokens per sequence are computed in runs of at most 128. The tokens of a run attend together to the blocks
-    before the run, and separately to the blocks of the run. This case has not been timed on GPUs.
+    before the run, and separately to the blocks of the run. A GPU's kernels support up to 65,535 of them in a call.
+    This case has not been timed on GPUs.
 
     The layout is fixed when you create the cache. Two H200s are faster than one from about 15,000 tokens on, counted
     over all sequences (32/8 heads, head_dim 128). For a smaller pool, use a mesh axis of one device.
@@ -136,7 +137,7 @@ def _attend_in_runs(
     size = block_size * jax.lax.axis_size(axis_name)
     num_runs = -(-q_len // RUN_TOKENS)
     run = -(-q_len // num_runs)
-    lengths = jnp.clip(call.lengths, 0, call.block_tables.shape[1] * size)
+    lengths = jnp.clip(call.lengths, 0, min(call.block_tables.shape[1] * size, 2**31 - 1))
     positions = jnp.maximum(lengths[:, None] + jnp.arange(-num_runs * run, 0, dtype=jnp.int32)[None], -1)
     blocks_before = jnp.maximum(positions[:, ::run], 0) // size  # [seqs, num_runs]
 
@@ -153,6 +154,7 @@ def _attend_in_runs(
     tables = jnp.take_along_axis(call.block_tables[:, None], entries, axis=2)
     run_lengths = _own_lengths(positions[:, -q_len:] + 1, block_size, axis_name) - blocks_before[..., 0] * block_size
     arrays = call.q.reshape(-1, heads, head_dim), *caches, tables.reshape(seqs * q_len, -1), run_lengths.reshape(-1)
+    options = {"num_partitions": 1} | options  # each reads a few blocks
     own_out, own_lse = paged_attention(*arrays, sinks=sinks, return_lse=True, **options)
     return merge_attention(out, lse, own_out.reshape(out.shape), own_lse.reshape(lse.shape))
 
@@ -166,9 +168,9 @@ def _merge(out: jax.Array, lse: jax.Array, axis_name: str) -> tuple[jax.Array, j
     if out.shape[1] == 1:  # one exchange, whose latency is most of its time
         parts = total(_among_zeros(jnp.concatenate([out, lse[..., None]], axis=-1), axis_name))
         return merge_parts.merge(parts[..., :-1], parts[..., -1], None)
-    lses = total(_among_zeros(lse, axis_name))
-    weighted, lse = merge_parts.merge(_among_zeros(out, axis_name), lses, None)
-    return total(weighted), lse
+    is_own = _among_zeros(jnp.ones_like(lse)[..., None], axis_name)
+    weight, lse = merge_parts.merge(is_own, total(_among_zeros(lse, axis_name)), None)
+    return total(weight * out), lse
 
 
 def _among_zeros(x: jax.Array, axis_name: str) -> jax.Array:

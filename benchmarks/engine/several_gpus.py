@@ -1,4 +1,4 @@
-"""Two GPUs against one: `python -m benchmarks.engine.several_gpus`.
+"""Several GPUs against one: `python -m benchmarks.engine.several_gpus`.
 
   attention  tensor parallel: a call with KV heads sharded over the GPUs, against one GPU with all heads or one share
   context    one sequence, its blocks over the GPUs: `context_parallel_attention` against `paged_attention`

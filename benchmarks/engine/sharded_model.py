@@ -16,7 +16,7 @@ from lib.llama import Llama
 from lib.llama_config import LlamaConfig
 from lib.tensor_parallel import AXIS, shard_config
 
-MOST_WEIGHTS = 30e9  # a model with more is never on one GPU as a whole
+MOST_WEIGHTS = 30e9  # numbers; a larger model is never on one GPU as a whole
 
 
 def is_large(config: LlamaConfig) -> bool:

@@ -14,6 +14,7 @@ import argparse
 import bisect
 import dataclasses
 import functools
+import gc
 import os
 import secrets
 import signal
@@ -337,6 +338,8 @@ def main(arguments: list[str] | None = None) -> int:
 
         def on_start() -> None:
             signal.set_wakeup_fd(-1)  # from now on Ctrl-C drains, instead of ending the process at once
+            gc.collect()
+            gc.freeze()  # to look through all that JAX has traced would stop every answer for 0.1 s or more
             say(f"Serving {service.served_names[0]} at http://{host}:{listener.getsockname()[1]}")
 
         Server(service, drain_seconds=args.drain_seconds, on_start=on_start).run([listener])

@@ -16,6 +16,7 @@ and p99:
 """
 
 import argparse
+import gc
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -97,6 +98,8 @@ def line(name: str, point: dict[str, Any]) -> str:
 
 def measure(engine: Any, store: Store, rates: Sequence[float], *, seconds: float, longest: int) -> None:
     """Adds a point for each rate, with requests that arrive for `seconds`. A short warm-up run comes first."""
+    gc.collect()
+    gc.freeze()  # as examples/serve.py does
     warm = [(prompt, min(new, WARM_TOKENS)) for prompt, new in workload(WARM_REQUESTS, longest)]
     serve(engine, warm, [0.0] * len(warm))
     for rate in rates:
@@ -106,6 +109,7 @@ def measure(engine: Any, store: Store, rates: Sequence[float], *, seconds: float
         name = f"{rate:g} a second"
         store.add(name, point)
         print(line(name, point), flush=True)
+    gc.unfreeze()
 
 
 def add_arrivals(parser: argparse.ArgumentParser) -> None:

@@ -1,5 +1,6 @@
 """The process of an engine, the other side of `engine_process.py`."""
 
+import gc
 import os
 import queue
 import signal
@@ -42,6 +43,8 @@ class EngineChild:
         self._send("loaded", None)
         self._inbox.get()  # its turn to compile
         engine = recipe.create(model)
+        gc.collect()
+        gc.freeze()  # as in serve.py
         self._send("created", engine.stats())
         EngineLoop(engine, self._report, model=model, inbox=self._inbox).run()
 

@@ -1,6 +1,7 @@
 """Engines for tests of other processes, and functions for `EngineRunner.call`. Processes import this module."""
 
 import dataclasses
+import gc
 import itertools
 import os
 import signal
@@ -64,6 +65,10 @@ def release(model):
 def describe_process(model):
     """The id of the engine's process, and its GPUs."""
     return lambda engine: (os.getpid(), os.environ["CUDA_VISIBLE_DEVICES"])
+
+
+def count_frozen(model):
+    return lambda engine: gc.get_freeze_count()
 
 
 def refuse(model):

@@ -15,6 +15,7 @@ from jaxpaged import SamplingParams
 from lib.command_line import exit_code
 from tests.examples.engine_recipes import (
     continue_greedily,
+    count_frozen,
     count_requests,
     describe_process,
     hold,
@@ -102,6 +103,10 @@ def test_each_engine_has_its_own_process_and_seed(two):
     assert [gpus for _, gpus in processes] == ["0", "1"]
     sampled = [call(two, i, functools.partial(sample, [1, 2, 3])) for i in range(2)]
     assert sampled[0] != sampled[1]
+
+
+def test_a_collection_does_not_look_through_what_was_traced(two):
+    assert all(call(two, i, count_frozen) > 100_000 for i in range(2))
 
 
 def test_answers_equal_one_engine_and_are_in_the_order_of_the_prompts(server, two, tiny):

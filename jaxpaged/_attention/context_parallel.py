@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from jaxpaged._attention.call import check_call
 from jaxpaged._attention.merge import merge_attention
 from jaxpaged._attention.public import ContextKeywords, paged_attention, whole_attention
+from jaxpaged._attention.runs import cut_uniform, join_uniform
 from jaxpaged._debug import unchecked
 from jaxpaged._integers import as_int32
 from pallas_kernels.common import merge_parts
@@ -141,11 +142,10 @@ def _attend_in_runs(
     positions = jnp.maximum(lengths[:, None] + jnp.arange(-num_runs * run, 0, dtype=jnp.int32)[None], -1)
     blocks_before = jnp.maximum(positions[:, ::run], 0) // size  # [seqs, num_runs]
 
-    q = jnp.pad(call.q, ((0, 0), (num_runs * run - q_len, 0), (0, 0), (0, 0)))
-    tables = jnp.repeat(call.block_tables, num_runs, axis=0)
-    arrays = q.reshape(-1, run, heads, head_dim), *caches, tables, (blocks_before * block_size).reshape(-1)
+    cut = cut_uniform(call, run)
+    arrays = cut.q, *caches, cut.block_tables, (blocks_before * block_size).reshape(-1)
     before = whole_attention(*arrays, return_lse=True, **options)
-    out, lse = (x.reshape(seqs, num_runs * run, *x.shape[2:])[:, -q_len:] for x in before)
+    out, lse = (join_uniform(x, call) for x in before)
 
     # A run may reach into one more block than it fills.
     blocks_before = jnp.repeat(blocks_before, run, axis=1)[:, -q_len:, None]  # [seqs, q_len, 1]

@@ -128,19 +128,14 @@ class Link:
         return self.latency + self.growth * (math.log2(n) - 1) + received / self.rate if n > 1 else 0.0
 
 
-CONTEXTS = "1x32768", "1x131072", "1x1048576"
-
-
 def link(points: Points) -> Link:
     """From timed sums of two GPUs; the growth from context parallel calls of two and of four."""
     few, many = (points("h200/sums")[f"{rows} rows of 4096"] for rows in (1, 64))
     rate = (many["bytes"] - few["bytes"]) / (many["xla us"] - few["xla us"])
     gpu = device(points)
     two = Link(few["xla us"] - few["bytes"] / rate + gpu.slot, 0.0, rate)
-    growths = []
-    for size in CONTEXTS:
-        call = points("h200/several_gpus_x4")[f"context {size}"]
-        growths.append(call["several"] - context_parallel(gpu, two, call["one"], 4))
+    calls = [call for name, call in points("h200/several_gpus_x4").items() if name.startswith("context")]
+    growths = (call["several"] - context_parallel(gpu, two, call["one"], 4) for call in calls)
     return dataclasses.replace(two, growth=statistics.median(growths))
 
 

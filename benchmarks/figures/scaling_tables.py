@@ -125,10 +125,11 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def loads(points: Points) -> Iterator[Load]:
+    gpu, over = device(points), link(points)
     models = [(name, shape, False) for name, shape in SHAPES.items()]
     for model in (*models, ("gpt-oss-120B, MXFP4 *", MXFP4, True)):
         for size in ((64, 2048), (1, 8192), (8, 131_072)):
-            yield Load(*model, device(points), link(points), *size)
+            yield Load(*model, gpu, over, *size)
 
 
 def pays_up_to(us_of: Callable[[int], float], counts: Sequence[int]) -> int:
@@ -181,10 +182,10 @@ def bars_of(points: Points) -> list[Bar]:
 
 
 def bars(points: Points) -> str:
-    rows = []
+    rows, links = [], (link(points), FREE)
     for bar in bars_of(points):
         sign = "at least" if bar.larger else "at most"
-        values = (f"{bar.value(over):.2f}" for over in (link(points), FREE))
+        values = (f"{bar.value(over):.2f}" for over in links)
         rows.append([bar.text, f"{sign} {bar.needed}", *values, f"{bar.measured:.2f}" if bar.measured else ""])
     return table(("goal", "needed", "predicted", "with free exchanges", "measured"), rows)
 

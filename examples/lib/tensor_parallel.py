@@ -84,7 +84,7 @@ def shard_model(model: Llama, config: LlamaConfig, mesh: Mesh) -> Llama:
     """The model with one device's sizes, and with weights sharded over all devices. `model` may be on a CPU."""
     own, dtype = shard_config(config, mesh), model.embed_tokens.embedding.dtype
     graph, shard = nnx.split(nnx.eval_shape(lambda: Llama(own, dtype=dtype, rngs=nnx.Rngs(0))))
-    repeats = repeated_kv_heads(config, mesh.size).num_kv_heads // config.num_kv_heads
+    repeats = own.num_kv_heads * mesh.size // config.num_kv_heads
     cut = functools.partial(_cut, config=config, repeats=repeats, mesh=mesh)
     pairs = zip(nnx.to_flat_state(nnx.state(model)), nnx.to_flat_state(shard), strict=True)
     leaves = [(path, leaf.replace(cut(path, leaf[...], part.shape))) for (path, leaf), (_, part) in pairs]

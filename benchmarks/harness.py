@@ -192,9 +192,9 @@ def read_bandwidth(seconds: float = 0.3) -> float:
     return 2 * cache.nbytes / slope_microseconds(lambda _: chain(token, caches), 4, seconds) * 1e6
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-def random(seed: Any, *, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    numbers = jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+@functools.partial(jax.jit, static_argnames=("shape", "dtype", "sharding"))
+def random(seed: Any, *, shape: tuple[int, ...], dtype: str, sharding: Any = None) -> jax.Array:
+    numbers = jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16, out_sharding=sharding)
     return (numbers * 40 if dtype == "int8" else numbers).astype(dtype)
 
 

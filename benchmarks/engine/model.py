@@ -144,12 +144,12 @@ PLAIN = tuple(name for name, config in CONFIGS.items() if config.latent is None)
 
 
 def fill(shapes: Any) -> Any:
-    """Random bfloat16 weights for a tree of shapes; ones for the norms."""
+    """Random bfloat16 weights for a tree of shapes, which may have shardings; ones for the norms."""
     leaves, tree = jax.tree.flatten_with_path(shapes)
     filled = [
-        jnp.ones(leaf.shape, jnp.bfloat16)
+        jnp.ones(leaf.shape, jnp.bfloat16, device=leaf.sharding)
         if "norm" in jax.tree_util.keystr(path)
-        else random(seed, shape=tuple(leaf.shape), dtype="bfloat16") * jnp.bfloat16(0.02)
+        else random(seed, shape=tuple(leaf.shape), dtype="bfloat16", sharding=leaf.sharding) * jnp.bfloat16(0.02)
         for seed, (path, leaf) in enumerate(leaves)
     ]
     return jax.tree.unflatten(tree, filled)

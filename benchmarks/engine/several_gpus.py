@@ -78,15 +78,16 @@ def main(arguments: list[str] | None = None) -> None:
     model = "toy" if options.toy else options.model
     store = open_store(name, options, model=model, devices=options.devices)
     print(f"{options.devices} x {jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
+    measures = {"attention": attention, "context": context, "prompts": prompts, "engines": engines}
+    measures["step"] = lambda shape, mesh, toy: step(shape, mesh, model)
     for part in options.parts:
         shapes = options.shapes or (TOY_SHAPES if options.toy else SHAPES)[part]
         if part == "engine":
             sharded_engine(store, list(map(int, shapes)), mesh, model)
             continue
-        measure = {"attention": attention, "context": context, "prompts": prompts, "engines": engines}.get(part)
         for shape in shapes:
             if f"{part} {shape}" not in store.points:
-                result = step(shape, mesh, model) if measure is None else measure(shape, mesh, options.toy)
+                result = measures[part](shape, mesh, options.toy)
                 store.add(f"{part} {shape}", result)
                 print(f"{part} {shape}: {result}", flush=True)
 

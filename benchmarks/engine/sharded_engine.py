@@ -18,7 +18,7 @@ until it is ready begins with the model on the first GPU, or 70B on all, and end
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -45,15 +45,14 @@ PROFILED_STEPS = 8
 PROFILES = {"prompts": 16, "tokens": 240}
 
 
-def start(name: str, model: Llama, mesh: Mesh, model_name: str) -> tuple[Engine, dict[str, float]]:
-    """The engine, after its first tokens, and the seconds of its start and of the parts."""
-    sizes, times = SIZES[model_name], [time.perf_counter()]
-    if name != "one" and not is_large(CONFIGS[model_name]):
-        model = shard_model(model, CONFIGS[model_name], mesh)
+def start(load: Callable[[], Llama], mesh: Mesh | None, model_name: str) -> tuple[Engine, dict[str, float]]:
+    """The engine, after its first tokens, and the seconds of its start and of the parts. `mesh`: None on one GPU."""
+    config, sizes, times = CONFIGS[model_name], SIZES[model_name], [time.perf_counter()]
+    model = load()
     times.append(time.perf_counter())
     engine = create_engine(
         model,
-        CONFIGS[model_name] if name == "one" else repeated_kv_heads(CONFIGS[model_name], mesh.size),
+        config if mesh is None else repeated_kv_heads(config, mesh.size),
         options=EngineOptions(
             max_num_seqs=sizes.seats or SEATS,
             max_model_len=2 * sizes.longest,
@@ -62,7 +61,7 @@ def start(name: str, model: Llama, mesh: Mesh, model_name: str) -> tuple[Engine,
         block_size=BLOCK_SIZE,
         dtype="bfloat16",
         num_blocks=sizes.num_blocks,
-        mesh=None if name == "one" else mesh,
+        mesh=mesh,
     )
     times.append(time.perf_counter())
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
@@ -84,7 +83,12 @@ def profile(engine: Engine, work: Sequence[Request], first_step: int) -> dict[st
 def sharded_engine(store: Store, counts: Sequence[int], mesh: Mesh, model_name: str) -> None:
     """Adds the points of the engines to the store. Numbers and profiles that have a point are not timed again."""
     config, expected, longest = CONFIGS[model_name], None, SIZES[model_name].longest
-    model = random_shards(config, mesh) if is_large(config) else random_model(config)
+    if is_large(config):
+        shards = random_shards(config, mesh)
+        sides: dict[str, tuple[Callable[[], Llama], Mesh | None]] = {"several": (lambda: shards, mesh)}
+    else:
+        model = random_model(config)
+        sides = {"one": (lambda: model, None), "several": (lambda: shard_model(model, config, mesh), mesh)}
     requests = workload(max(NUM_REQUESTS, *counts), longest)
     prompts = [prompt for prompt, _ in requests[:NUM_SCORED]]
 
@@ -92,8 +96,8 @@ def sharded_engine(store: Store, counts: Sequence[int], mesh: Mesh, model_name: 
         store.add(point, store.points.get(point, {}) | {key: value})
         print(f"{point}, {key}: {value}", flush=True)
 
-    for name in ("several",) if is_large(config) else ("one", "several"):
-        made, seconds = start(name, model, mesh, model_name)
+    for name, (load, where) in sides.items():
+        made, seconds = start(load, where, model_name)
         add("engine ready", name, [*store.points.get("engine ready", {}).get(name, []), seconds])
         scores = made.score([prompt[:1] for prompt in prompts], [prompt[1:] for prompt in prompts])
         found = [score.logprobs for score in scores]

@@ -80,7 +80,6 @@ class Side:
         return jnp.int32(number) if self.mesh is None else replicate(self.mesh, jnp.int32(number))
 
 
-@functools.cache
 def sides_of(name: str, mesh: Mesh) -> dict[str, Side]:
     config = CONFIGS[name]
     if is_large(config):

@@ -3,7 +3,8 @@
   attention  tensor parallel: a call with KV heads sharded over the GPUs, against one GPU with all heads or one share
   context    one sequence, its blocks over the GPUs: `context_parallel_attention` against `paged_attention`
   prompts    the same for the last 512 tokens of a prompt
-  step       tensor parallel: sharded_step.py
+  step       tensor parallel: a decode step of a model, sharded_step.py
+  prefill    tensor parallel: all tokens of prompts, sharded_step.py
   engine     tensor parallel: sharded_engine.py; shapes are numbers of requests
   engines    data parallel: an engine on each GPU, all with the same requests; shapes are model x number of requests
 
@@ -39,11 +40,18 @@ SHAPES = dict(
     context=("1x32768", "1x131072", "1x1048576"),
     prompts=("1x32768", "1x131072"),
     step=("64x2048", "1x8192"),
+    prefill=("8x1024",),
     engine=("512", "2048"),
     engines=("1bx1024",),
 )
 TOY_SHAPES = dict(
-    attention=("3x50",), context=("1x100",), prompts=("1x100",), step=("2x40",), engine=("20",), engines=("toyx20",)
+    attention=("3x50",),
+    context=("1x100",),
+    prompts=("1x100",),
+    step=("2x40",),
+    prefill=("2x40",),
+    engine=("20",),
+    engines=("toyx20",),
 )
 
 
@@ -69,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", default=tuple(SHAPES), choices=tuple(SHAPES))
     parser.add_argument("--shapes", nargs="+", help="sequences x length, or requests, with one of --parts")
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--model", default="8b", choices=tuple(CONFIGS), help="of the parts step and engine")
+    parser.add_argument("--model", default="8b", choices=tuple(CONFIGS), help="of the parts step, prefill and engine")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, to try the script out")
     add_output(parser)
     options = parser.parse_args(arguments)
@@ -80,6 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{options.devices} x {jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
     measures = {"attention": attention, "context": context, "prompts": prompts, "engines": engines}
     measures["step"] = lambda shape, mesh, toy: step(shape, mesh, model)
+    measures["prefill"] = lambda shape, mesh, toy: step(shape, mesh, model, prompts=True)
     for part in options.parts:
         shapes = options.shapes or (TOY_SHAPES if options.toy else SHAPES)[part]
         if part == "engine":

@@ -1,13 +1,14 @@
-"""The part `step` of several_gpus.py: decode steps of a model with its heads over several GPUs, and of one GPU.
+"""The parts `step` and `prefill` of several_gpus.py: a model with its heads over several GPUs, and on one GPU.
 
-The model is the one of examples/lib/llama.py with random bfloat16 weights. A step appends a token to each sequence,
-computes the model and takes the likeliest next tokens. All steps of a run are one loop in one jit, from 64 sequences on
-with the engine's options for XLA, which make narrower steps slower. Before a time is measured, the logits of a first
-step must equal one GPU's up to rounding. If the weights do not fit one GPU, random shards are made on each, and nothing
-is compared. Points have microseconds a step:
+The model is the one of examples/lib/llama.py with random bfloat16 weights. A decode step appends a token to each
+sequence, computes the model and takes the likeliest next tokens. A step of prefill computes all tokens of new prompts,
+which then move on by one token. All steps of a run are one loop in one jit, from 64 rows on with the engine's options
+for XLA, which make narrower steps slower. Before a time is measured, the logits of a first step must equal one GPU's up
+to rounding. If the weights do not fit one GPU, random shards are made on each, and nothing is compared. Points have
+microseconds a step:
 
 - one, several: on one GPU and on all;
-- bytes: of weights and cache that each GPU reads in a step;
+- bytes: of weights and cache that each GPU reads in a decode step;
 - floor: the time to read them, at the bandwidth of a kernel that only reads.
 """
 
@@ -37,6 +38,7 @@ from lib.llama_config import LlamaConfig
 from lib.tensor_parallel import create_on, on_mesh, repeated_kv_heads, replicate, shard_model
 
 FEW, MANY, REPEATS = 8, 24, 3  # steps of a run
+FEW_PROMPTS, MANY_PROMPTS = 1, 4
 MOST_ERROR = 0.1  # relative to the largest logit; 0.06 over four GPUs in bfloat16
 
 
@@ -45,7 +47,7 @@ MOST_ERROR = 0.1  # relative to the largest logit; 0.06 over four GPUs in bfloat
 class State:
     caches: tuple[KVCache, ...]
     allocator: BlockAllocator
-    tokens: jax.Array  # int32 [seqs]
+    tokens: jax.Array  # int32 [seqs], or [seqs, q_len] of prompts
     logits: jax.Array  # f32 [seqs, vocab_size]
 
 
@@ -59,7 +61,15 @@ def run(graph: nnx.GraphDef, weights: nnx.State, state: State, num_steps: jax.Ar
         logits = model.logits(x)
         return State(caches, allocator, logits.argmax(axis=-1).astype(jnp.int32), logits)
 
-    return jax.lax.fori_loop(0, num_steps, step, state)
+    def prefill(_: Any, state: State) -> State:
+        seqs, q_len = state.tokens.shape
+        allocator, slots, _ = state.allocator.append(jnp.full(seqs, q_len), q_len=q_len)
+        caches, x = model(state.tokens, state.caches, AttentionStep.create(allocator, slots))
+        logits = model.logits(x[:, -1])
+        tokens = jnp.concatenate([state.tokens[:, 1:], logits.argmax(axis=-1, keepdims=True)], axis=1)
+        return State(caches, state.allocator, tokens.astype(jnp.int32), logits)
+
+    return jax.lax.fori_loop(0, num_steps, step if state.tokens.ndim == 1 else prefill, state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +98,8 @@ def sides_of(name: str, mesh: Mesh) -> dict[str, Side]:
     return {"one": Side(model, None), "several": Side(shard_model(model, config, mesh), mesh)}
 
 
-def start(config: LlamaConfig, seqs: int, length: int, mesh: Mesh | None) -> State:
-    """Sequences of `length` tokens, with the same random keys and values on one device and on several."""
+def start(config: LlamaConfig, seqs: int, length: int, mesh: Mesh | None, *, prompts: bool) -> State:
+    """Sequences of `length` tokens, with the same random keys and values on one device and on several; or prompts."""
     of_caches = config if mesh is None else repeated_kv_heads(config, mesh.size)
     per_seq = -(-(length + 1 + REPEATS * (FEW + MANY)) // BLOCK_SIZE)
     sizes: Any = dict(num_blocks=1 + seqs * per_seq, block_size=BLOCK_SIZE)
@@ -104,23 +114,28 @@ def start(config: LlamaConfig, seqs: int, length: int, mesh: Mesh | None) -> Sta
     cache = jax.jit(create)() if mesh is None else create_on(mesh, create)
     caches = [cache, *(jax.tree.map(jnp.copy, cache) for _ in range(config.num_layers - 1))]
     allocator = BlockAllocator.create(**sizes, num_seqs=seqs, max_blocks_per_seq=per_seq)
-    allocator, _, ok = allocator.append(jnp.full(seqs, length), q_len=length)
-    require(ok.all(), "the pool is too small")
-    rest = allocator, jnp.zeros(seqs, jnp.int32), jnp.zeros((seqs, config.vocab_size))
+    if prompts:
+        tokens = jax.random.randint(jax.random.key(2), (seqs, length), 0, config.vocab_size)
+    else:
+        allocator, _, ok = allocator.append(jnp.full(seqs, length), q_len=length)
+        require(ok.all(), "the pool is too small")
+        tokens = jnp.zeros(seqs, jnp.int32)
+    rest = allocator, tokens, jnp.zeros((seqs, config.vocab_size))
     return State(tuple(caches), *(rest if mesh is None else replicate(mesh, rest)))
 
 
 def time_steps(call: Callable[[State, int], State], state: State) -> tuple[float, np.ndarray]:
     """Microseconds of a step, and the logits of the first. `call` runs a number of steps."""
+    few, many = (FEW, MANY) if state.tokens.ndim == 1 else (FEW_PROMPTS, MANY_PROMPTS)
     state = call(state, 1)
-    logits, seconds = np.array(state.logits), dict[int, list[float]]({FEW: [], MANY: []})
+    logits, seconds = np.array(state.logits), dict[int, list[float]]({few: [], many: []})
     for _ in range(REPEATS):
         for count, found in seconds.items():
             begin = time.perf_counter()
             state = jax.block_until_ready(call(state, count))
             found.append(time.perf_counter() - begin)
-    few, many = map(statistics.median, seconds.values())
-    return (many - few) / (MANY - FEW) * 1e6, logits
+    least, most = map(statistics.median, seconds.values())
+    return (most - least) / (many - few) * 1e6, logits
 
 
 def bytes_of(config: LlamaConfig, model: Llama, state: State, tokens: int) -> int:
@@ -132,11 +147,12 @@ def bytes_of(config: LlamaConfig, model: Llama, state: State, tokens: int) -> in
     return 2 * (sum(map(math.prod, shards)) - embedding + 2 * config.num_layers * tokens * of_token)
 
 
-def step(shape: str, mesh: Mesh, name: str) -> dict[str, Any]:
+def step(shape: str, mesh: Mesh, name: str, *, prompts: bool = False) -> dict[str, Any]:
+    """Decode steps of sequences x length, or with `prompts` steps of so many prompts."""
     config, (seqs, length) = CONFIGS[name], map(int, shape.split("x"))
-    xla = chosen_compiler_options(None) if seqs >= 64 else None
+    xla = chosen_compiler_options(None) if seqs >= 64 or prompts else None
     sides = sides_of(name, mesh)
-    states = {key: start(config, seqs, length, side.mesh) for key, side in sides.items()}
+    states = {key: start(config, seqs, length, side.mesh, prompts=prompts) for key, side in sides.items()}
     nbytes = bytes_of(config, sides["several"].model, states["several"], seqs * length)
     lowered = {key: side.lower(states[key]) for key, side in sides.items()}
     programs = compile_all(
@@ -145,7 +161,9 @@ def step(shape: str, mesh: Mesh, name: str) -> dict[str, Any]:
     times, logits = dict[str, float](), dict[str, np.ndarray]()
     for key, side in sides.items():
         times[key], logits[key] = time_steps(functools.partial(side.call, programs[key]), states.pop(key))
-    found = dict(times, bytes=nbytes, floor=nbytes / read_bandwidth() * 1e6)
+    found: dict[str, Any] = dict(times)
+    if not prompts:
+        found |= dict(bytes=nbytes, floor=nbytes / read_bandwidth() * 1e6)
     if "one" in sides:
         error = worst_error(shape, logits["several"], logits["one"], most=MOST_ERROR)
         found |= dict(error=error, speedup=times["one"] / times["several"])

@@ -15,7 +15,7 @@ import jaxpaged
 import jaxpaged.nnx
 from lib.llama_config import LlamaConfig
 from lib.mlp import Linear, create_mlp
-from lib.sums import SummedProduct
+from lib.sums import sum_over
 
 
 class RMSNorm(nnx.Module):
@@ -80,19 +80,19 @@ class Layer(nnx.Module):
         norm = functools.partial(RMSNorm, config.features, config, dtype=dtype)
         self.input_layernorm = norm()
         self.self_attn = create_attention(config, i, dtype=dtype, rngs=rngs)
-        if config.axis is not None:
-            self.self_attn.o_proj.dot_general = SummedProduct(config.axis)
         self.post_attention_layernorm = norm()
         if config.use_post_norms:
             self.pre_feedforward_layernorm = norm()
             self.post_feedforward_layernorm = norm()
         self.use_post_norms = config.use_post_norms
         self.mlp = create_mlp(config, i, dtype=dtype, rngs=rngs)
+        self.axis = config.axis
 
     def __call__(
         self, x: jax.Array, cache: jaxpaged.KVCache, step: jaxpaged.AttentionStep
     ) -> tuple[jaxpaged.KVCache, jax.Array]:
         cache, attended = self.self_attn(self.input_layernorm(x), cache, step)
+        attended = sum_over(self.axis, attended)
         if self.use_post_norms:  # here the norm of this name applies to attention's output
             x = x + self.post_attention_layernorm(attended)
             return cache, x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))

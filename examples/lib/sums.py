@@ -1,9 +1,7 @@
 """Sums over the devices of a mesh axis."""
 
-import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,16 +36,3 @@ def sum_over(
             part, sums[-1] = jax.lax.optimization_barrier((part, sums[-1]))
         sums.append(jax.lax.psum(part, axis))
     return jnp.concatenate(sums).reshape(whole.shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class SummedProduct:
-    """A `dot_general` for nnx.Linear: the sum of x @ kernel over the devices of a mesh axis."""
-
-    axis: str
-
-    def __call__(self, x: jax.Array, kernel: jax.Array, dimension_numbers: Any, **options: Any) -> jax.Array:
-        assert dimension_numbers == (((x.ndim - 1,), (0,)), ((), ()))
-        return sum_over(
-            self.axis, x, lambda x: jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), **options)
-        )

@@ -112,7 +112,7 @@ def _cut(
     *_, module, kind = map(str, path)
     axis = next((i for i, (size, own) in enumerate(zip(weight.shape, shape, strict=True)) if size != own), None)
     if axis is None:
-        if module == "o_proj":  # a bias, which each device adds
+        if module in ("o_proj", "down_proj"):  # a bias, which each device adds
             weight = (weight / mesh.size).astype(weight.dtype)
         return jax.device_put(weight, NamedSharding(mesh, P()))
     parts = parts_of(kind if module == "experts" else module, weight.shape[axis], config)

@@ -105,9 +105,10 @@ def test_devices_exchange_only_sums():
 
 
 @pytest.mark.parametrize(("rows", "num_sums"), [((8,), 1), ((3, 3), 2), ((25,), 4), ((32,), 4), ((33,), 1)])
-def test_large_sums_are_cut_into_a_few_parts(monkeypatch, rows, num_sums):
+def test_large_sums_of_a_step_are_cut_into_parts(monkeypatch, rows, num_sums):
     mesh, features = make_mesh(4), 8
     monkeypatch.setattr(sums, "MOST_BYTES", 4 * 8 * features * 4)  # of 8 rows, over 4 devices
+    monkeypatch.setattr(sums, "WIDEST_BYTES", 32 * features * 4)
 
     def add(x):
         return sums.sum_over(AXIS, x[0])

@@ -29,8 +29,10 @@ WEIGHT_ROWS, FREE_ROWS = 384, 64
 # On a CPU a step with one row is cheaper: from two rows on, XLA copies the weights for its products.
 WEIGHT_ROWS_ON_CPU, SINGLE_ROW_ON_CPU = 26, 16  # [cpu/text_drafts.json]
 # The steps of a slice read this many bytes of weights, at most MOST_STEPS times: 4 ms at 3 TB/s [slices_h100], on a CPU
-# 80 ms at 10 GB/s, where the overhead of a slice is not hidden.
+# 80 ms at 10 GB/s, where the overhead of a slice is not hidden. On a GPU each layer counts LAYER_BYTES more, for its
+# small kernels [slices_small_h200].
 SLICE_BYTES, SLICE_BYTES_ON_CPU, MOST_STEPS = 12 * 10**9, 8 * 10**8, 16
+LAYER_BYTES = 105 * 10**6
 COMPILER_OPTIONS = {
     "xla_gpu_enable_triton_gemm": "False",  # products by cuBLAS [slices_h100, products_h200]
     # By default XLA merges products of the same rows (q, k and v), and copies their weights together in each step.
@@ -50,9 +52,10 @@ def resolve_options(options: EngineOptions, caches: Any, num_bytes: int) -> Reso
     is_gpu = _device.is_gpu()
     sized = with_sizes(options, (num_blocks - 1) // max(len(options.windows), 1) + 1, block_size, is_gpu=is_gpu)
     assert sized.max_num_seqs is not None
+    num_layers = len(caches_in(caches)) * max(len(options.windows), 1)
     chosen: dict[str, Any] = {
         "max_requests": options.max_requests or 4 * sized.max_num_seqs,
-        "steps_per_slice": options.steps_per_slice or chosen_steps(num_bytes, is_gpu=is_gpu),
+        "steps_per_slice": options.steps_per_slice or chosen_steps(num_bytes, num_layers, is_gpu=is_gpu),
         "compiler_options": chosen_compiler_options(options.compiler_options),
     }
     return ResolvedOptions(**vars(sized) | chosen, num_blocks=num_blocks, block_size=block_size, is_gpu=is_gpu)
@@ -118,10 +121,12 @@ def step_cost(num_rows: int, *, is_gpu: bool) -> float:
     return float(SINGLE_ROW_ON_CPU if num_rows == 1 else WEIGHT_ROWS_ON_CPU + num_rows)
 
 
-def chosen_steps(num_bytes: int, *, is_gpu: bool) -> int:
+def chosen_steps(num_bytes: int, num_layers: int, *, is_gpu: bool) -> int:
     """The number of steps in a slice. `num_bytes`: bytes of the weights on one device."""
-    of_slice = SLICE_BYTES if is_gpu else SLICE_BYTES_ON_CPU
-    return min(MOST_STEPS, math.ceil(of_slice / max(num_bytes, 1)))
+    of_slice, of_step = SLICE_BYTES_ON_CPU, num_bytes
+    if is_gpu:
+        of_slice, of_step = SLICE_BYTES, num_bytes + num_layers * LAYER_BYTES
+    return min(MOST_STEPS, math.ceil(of_slice / max(of_step, 1)))
 
 
 def chosen_least_saved_reads(caches: Any) -> int | None:

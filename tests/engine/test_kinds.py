@@ -129,12 +129,20 @@ def test_on_a_gpu_xla_gets_options_that_it_accepts(monkeypatch):
     assert chosen_compiler_options({"xla_gpu_autotune_level": 0}) == {"xla_gpu_autotune_level": 0}
 
 
+# Qwen3-0.6B, Llama-3.2-1B, Qwen3-1.7B and 4B, Llama-3-8B
+GIGABYTES_AND_LAYERS = (1.19, 28), (2.47, 16), (3.44, 28), (8.04, 36), (16.06, 32)
+
+
 @pytest.mark.parametrize(
-    ("is_gpu", "gigabytes", "expected"),
-    [(True, (0, 1, 3, 8, 16, 70), [16, 12, 4, 2, 1, 1]), (False, (0.5, 1), [2, 1])],
+    ("is_gpu", "models", "expected"),
+    [
+        (True, GIGABYTES_AND_LAYERS, [3, 3, 2, 2, 1]),
+        (True, [(0, 0), (0.27, 1), (70, 80)], [16, 16, 1]),
+        (False, [(0.5, 30), (1, 30)], [2, 1]),
+    ],
 )
-def test_a_slice_of_a_small_model_has_more_steps(is_gpu, gigabytes, expected):
-    assert [chosen_steps(n * 10**9, is_gpu=is_gpu) for n in gigabytes] == expected
+def test_a_slice_of_a_small_model_has_more_steps(is_gpu, models, expected):
+    assert [chosen_steps(int(n * 1e9), layers, is_gpu=is_gpu) for n, layers in models] == expected
 
 
 def sizes(num_blocks, *, is_gpu=True, **given):

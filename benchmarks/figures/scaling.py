@@ -180,12 +180,14 @@ def tensor_parallel(
     )
 
 
-def context_parallel(gpu: Device, over: Link, one: float, n: int) -> float:
+def context_parallel(gpu: Device, over: Link, one: float, n: int, *, q_len: int = 1) -> float:
     """A call over n GPUs for one sequence with Llama 3 8B's heads, given its time on one GPU."""
     if n == 1:
         return one
-    gathered = n * 32 * (128 + 1) * 4  # outputs and lses, as a sum with zeros
-    return gpu.attention + (one - gpu.attention) / n + over.sum(gathered, n) + 2 * gpu.slot
+    lses, outputs = n * q_len * 32 * 4, q_len * 32 * 128 * 4
+    # Outputs and lses of one token are one sum with zeros; of several the lses are first, then the weighted outputs.
+    sums = (lses + n * outputs,) if q_len == 1 else (lses, outputs)
+    return gpu.attention + (one - gpu.attention) / n + sum(over.sum(nbytes, n) for nbytes in sums) + 2 * gpu.slot
 
 
 def fits(shape: Shape, seqs: int, length: int) -> int:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from benchmarks.figures import scaling
 from benchmarks.figures.cells import Points, label, table, us
@@ -10,7 +12,7 @@ from benchmarks.figures.scaling import MXFP4, SHAPES, Device, Link, Shape, Step,
 
 LLAMA, LARGE = SHAPES["Llama 3 8B"], SHAPES["Llama 3 70B"]
 GROWTH = 46  # tokens that a timed loop has appended to a sequence, on average: `bytes` of `decode_step.json`
-FILES = {2: "h200/several_gpus", 4: "h200/several_gpus_x4"}
+FILES = {2: ("h200/several_gpus", "h200/several_gpus_steps"), 4: ("h200/several_gpus_x4",)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,11 @@ class Check:
         return [self.gpu, self.part, label(f"32/8 {self.size}"), us(self.measured), us(self.model), f"{self.ratio:.3f}"]
 
 
+def measured(points: Points, n: int) -> dict[str, Any]:
+    """The points of n GPUs."""
+    return dict(itertools.chain(*(points(file).items() for file in FILES[n])))
+
+
 def parse(size: str) -> tuple[int, int]:
     seqs, length = map(int, size.split("x"))
     return seqs, length
@@ -42,8 +49,8 @@ def step(gpu: Device, over: Link, size: str, n: int, shape: Shape = LLAMA) -> St
 def several_gpu_checks(points: Points, *, gpu: Device | None = None) -> Iterator[Check]:
     """The figures of two and four GPUs."""
     gpu, over = gpu or device(points), link(points)
-    for n, file in FILES.items():
-        for name, point in points(file).items():
+    for n in FILES:
+        for name, point in measured(points, n).items():
             part, size = name.split()
             seqs, length = parse(size)
             if part == "attention":
@@ -51,6 +58,9 @@ def several_gpu_checks(points: Points, *, gpu: Device | None = None) -> Iterator
                 text, model = "tensor parallel, attention", gpu.attention + share / gpu.read
             elif part == "context":
                 text, model = "context parallel, attention", scaling.context_parallel(gpu, over, point["one"], n)
+            elif part == "prompts":
+                text = "context parallel, 512 tokens of a prompt"
+                model = scaling.context_parallel(gpu, over, point["one"], n, q_len=512)
             else:
                 name, shape = ("Llama 3 70B", LARGE) if part == "step70b" else ("Llama 3 8B", LLAMA)
                 text, model = f"tensor parallel, a step of {name}", step(gpu, over, size, n, shape).us
@@ -62,7 +72,7 @@ def one_gpu_checks(points: Points) -> Iterator[Check]:
     for size in ("64x2048", "1x8192"):
         found = points("h200/decode_step")[f"example {size}"]["ms"] * 1e3
         yield Check("H200", "step, in decode_step", size, found, step(gpu, over, size, 1).us)
-    found = points(FILES[2])["step 64x2048"]["one"]
+    found = measured(points, 2)["step 64x2048"]["one"]
     yield Check("H200", "step, in several_gpus", "64x2048", found, step(gpu, over, "64x2048", 1).us)
     found = points("h200/engine_steps")["steps"]
     length = int(found["single_64_kv"]) // 64
@@ -160,7 +170,7 @@ FREE = Link(0.0, 0.0, float("inf"))
 
 
 def bars_of(points: Points) -> list[Bar]:
-    gpu, of_two, of_four = device(points), points(FILES[2]), points(FILES[4])
+    gpu, of_two, of_four = device(points), measured(points, 2), measured(points, 4)
     one, long = of_two["step 64x2048"]["one"], of_two["context 1x1048576"]["one"]
 
     def speedup(n: int) -> Callable[[Link], float]:
@@ -194,7 +204,7 @@ def limits(points: Points) -> str:
     """The most GPUs that are at least half as efficient as the fewest, out of 72."""
     gpu, over = device(points), link(points)
     rows = [[f"tensor parallel, {load.name}", load.cells()[1], str(load.pays_up_to())] for load in loads(points)]
-    for name, point in points(FILES[2]).items():
+    for name, point in measured(points, 2).items():
         if name.startswith("context"):
             call = functools.partial(scaling.context_parallel, gpu, over, point["one"])
             most = pays_up_to(call, (*COUNTS, 72))

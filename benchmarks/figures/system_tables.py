@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, Literal
 
+from benchmarks.figures import scaling_tables
 from benchmarks.figures.cells import Points, label, table, us
 from jaxpaged import cache_capacity
 
@@ -352,24 +353,27 @@ def allocator_in_a_step(points: Points) -> str:
 
 def several_gpus(points: Points) -> str:
     rows = []
-    for file, count, gpu in (("h200/several_gpus", 2, "H200"), ("h200/several_gpus_x4", 4, "H200")):
-        for name, p in points(file).items():
+    for count in scaling_tables.FILES:
+        for name, p in scaling_tables.measured(points, count).items():
             part, shape = name.split()
             share, one = (us(p[key]) if key in p else "" for key in ("share", "one"))
             speedup = f"{p['speedup']:.2f}" if "speedup" in p else ""
-            cells = SEVERAL_GPUS[part], label(f"32/8 {shape}"), one, share, us(p["several"])
-            rows.append([f"{count} x {gpu}", *cells, speedup])
+            rows.append(
+                [f"{count} x H200", SEVERAL_GPUS[part], label(f"32/8 {shape}"), one, share, us(p["several"]), speedup]
+            )
     return table(("GPUs", "what", "sequences x length", "one GPU", "its share", "several", "times as fast"), rows)
 
 
 def sharded_engine(points: Points) -> str:
     """An engine over two and four GPUs next to one on one GPU: seconds, and milliseconds that a step's kernels run."""
     two, four = points("h200/sharded_engine"), points("h200/sharded_engine_x4")
-    engines = (two, "one"), (two, "several"), (four, "several")
+    engines, peer = ((two, "one"), (two, "several"), (four, "several")), points("h200/vllm_8b_x2")
 
     def row(part: Any, value: Callable[[Any], float]) -> list[str]:
         one, *several = (value(found[f"engine {part}"][name]) for found, name in engines)
-        return [f"{one:.1f}", *itertools.chain(*([f"{each:.1f}", f"{one / each:.2f}"] for each in several))]
+        of_two, of_four = ([f"{each:.1f}", f"{one / each:.2f}"] for each in several)
+        theirs = peer.get(f"engine {part}")
+        return [f"{one:.1f}", *of_two, f"{theirs['seconds']:.1f}" if theirs else "", *of_four]
 
     rows = [["ready, s", *row("ready", lambda starts: starts[0]["ready"])]]
     rows += [[f"{count:,} requests, s", *row(count, lambda spent: spent / 1e6)] for count in (512, 2048)]
@@ -377,7 +381,7 @@ def sharded_engine(points: Points) -> str:
         (kind,) = two[f"engine {profile}"]["one"]["steps"]
         text = f"kernels of a step of {int(kind.split('_')[1]):,} rows, ms"
         rows.append([text, *row(profile, lambda p: p["busy"] / sum(p["steps"].values()))])
-    return table(("", "one GPU", "two", "times as fast", "four", "times as fast"), rows)
+    return table(("", "one GPU", "two", "times as fast", "vLLM 0.25.1, two", "four", "times as fast"), rows)
 
 
 def sums(points: Points) -> str:

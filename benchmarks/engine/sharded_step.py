@@ -1,11 +1,11 @@
 """The parts `step` and `prefill` of several_gpus.py: a model with its heads over several GPUs, and on one GPU.
 
 The model is the one of examples/lib/llama.py with random bfloat16 weights. A decode step appends a token to each
-sequence, computes the model and takes the likeliest next tokens. A step of prefill computes all tokens of new prompts,
-which then move on by one token. All steps of a run are one loop in one jit, from 64 rows on with the engine's options
-for XLA, which make narrower steps slower. Before a time is measured, the logits of a first step must equal one GPU's up
-to rounding. If the weights do not fit one GPU, random shards are made on each, and nothing is compared. Points have
-microseconds a step:
+sequence, computes the model and takes the likeliest next tokens. A prefill step computes all tokens of its prompts; the
+next one drops their first token and appends the likeliest next one. All steps of a run are one loop in one jit.
+Prefill, and decode from 64 sequences on, have the engine's options for XLA, which make narrower steps slower. Before a
+time is measured, the logits of a first step must equal one GPU's up to rounding. If the weights do not fit one GPU,
+random shards are made on each, and nothing is compared. Points have microseconds a step:
 
 - one, several: on one GPU and on all;
 - bytes: of weights and cache that each GPU reads in a decode step;
@@ -38,7 +38,7 @@ from lib.llama_config import LlamaConfig
 from lib.tensor_parallel import create_on, on_mesh, repeated_kv_heads, replicate, shard_model
 
 FEW, MANY, REPEATS = 8, 24, 3  # steps of a run
-FEW_PROMPTS, MANY_PROMPTS = 1, 4
+FEW_PREFILLS, MANY_PREFILLS = 1, 4
 MOST_ERROR = 0.1  # relative to the largest logit; 0.06 over four GPUs in bfloat16
 
 
@@ -99,7 +99,10 @@ def sides_of(name: str, mesh: Mesh) -> dict[str, Side]:
 
 
 def start(config: LlamaConfig, seqs: int, length: int, mesh: Mesh | None, *, prompts: bool) -> State:
-    """Sequences of `length` tokens, with the same random keys and values on one device and on several; or prompts."""
+    """Sequences of `length` tokens, with the same random keys and values on one device and on several.
+
+    With `prompts`: empty sequences, and random prompts of `length` tokens.
+    """
     of_caches = config if mesh is None else repeated_kv_heads(config, mesh.size)
     per_seq = -(-(length + 1 + REPEATS * (FEW + MANY)) // BLOCK_SIZE)
     sizes: Any = dict(num_blocks=1 + seqs * per_seq, block_size=BLOCK_SIZE)
@@ -126,7 +129,7 @@ def start(config: LlamaConfig, seqs: int, length: int, mesh: Mesh | None, *, pro
 
 def time_steps(call: Callable[[State, int], State], state: State) -> tuple[float, np.ndarray]:
     """Microseconds of a step, and the logits of the first. `call` runs a number of steps."""
-    few, many = (FEW, MANY) if state.tokens.ndim == 1 else (FEW_PROMPTS, MANY_PROMPTS)
+    few, many = (FEW, MANY) if state.tokens.ndim == 1 else (FEW_PREFILLS, MANY_PREFILLS)
     state = call(state, 1)
     logits, seconds = np.array(state.logits), dict[int, list[float]]({few: [], many: []})
     for _ in range(REPEATS):
@@ -134,8 +137,8 @@ def time_steps(call: Callable[[State, int], State], state: State) -> tuple[float
             begin = time.perf_counter()
             state = jax.block_until_ready(call(state, count))
             found.append(time.perf_counter() - begin)
-    least, most = map(statistics.median, seconds.values())
-    return (most - least) / (many - few) * 1e6, logits
+    short, long = map(statistics.median, seconds.values())
+    return (long - short) / (many - few) * 1e6, logits
 
 
 def bytes_of(config: LlamaConfig, model: Llama, state: State, tokens: int) -> int:
@@ -148,12 +151,12 @@ def bytes_of(config: LlamaConfig, model: Llama, state: State, tokens: int) -> in
 
 
 def step(shape: str, mesh: Mesh, name: str, *, prompts: bool = False) -> dict[str, Any]:
-    """Decode steps of sequences x length, or with `prompts` steps of so many prompts."""
+    """Decode steps of sequences x length, or with `prompts` prefill steps of that shape."""
     config, (seqs, length) = CONFIGS[name], map(int, shape.split("x"))
     xla = chosen_compiler_options(None) if seqs >= 64 or prompts else None
     sides = sides_of(name, mesh)
     states = {key: start(config, seqs, length, side.mesh, prompts=prompts) for key, side in sides.items()}
-    nbytes = bytes_of(config, sides["several"].model, states["several"], seqs * length)
+    nbytes = None if prompts else bytes_of(config, sides["several"].model, states["several"], seqs * length)
     lowered = {key: side.lower(states[key]) for key, side in sides.items()}
     programs = compile_all(
         {key: functools.partial(each.compile, compiler_options=xla) for key, each in lowered.items()}
@@ -162,7 +165,7 @@ def step(shape: str, mesh: Mesh, name: str, *, prompts: bool = False) -> dict[st
     for key, side in sides.items():
         times[key], logits[key] = time_steps(functools.partial(side.call, programs[key]), states.pop(key))
     found: dict[str, Any] = dict(times)
-    if not prompts:
+    if nbytes is not None:
         found |= dict(bytes=nbytes, floor=nbytes / read_bandwidth() * 1e6)
     if "one" in sides:
         error = worst_error(shape, logits["several"], logits["one"], most=MOST_ERROR)

@@ -185,7 +185,7 @@ def context_parallel(gpu: Device, over: Link, one: float, n: int, *, q_len: int 
     if n == 1:
         return one
     lses, outputs = n * q_len * 32 * 4, q_len * 32 * 128 * 4
-    # Outputs and lses of one token are one sum with zeros; of several the lses are first, then the weighted outputs.
+    # One token: one sum of outputs and lses, with zeros. Several: a sum of the lses, then one of the weighted outputs.
     sums = (lses + n * outputs,) if q_len == 1 else (lses, outputs)
     return gpu.attention + (one - gpu.attention) / n + sum(over.sum(nbytes, n) for nbytes in sums) + 2 * gpu.slot
 

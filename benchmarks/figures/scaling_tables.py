@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import itertools
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,7 +33,7 @@ class Check:
 
 def measured(points: Points, n: int) -> dict[str, Any]:
     """The points of n GPUs."""
-    return dict(itertools.chain(*(points(file).items() for file in FILES[n])))
+    return {name: point for file in FILES[n] for name, point in points(file).items()}
 
 
 def parse(size: str) -> tuple[int, int]:
@@ -61,9 +61,11 @@ def several_gpu_checks(points: Points, *, gpu: Device | None = None) -> Iterator
             elif part == "prompts":
                 text = "context parallel, 512 tokens of a prompt"
                 model = scaling.context_parallel(gpu, over, point["one"], n, q_len=512)
-            else:
+            elif part in ("step", "step70b"):
                 name, shape = ("Llama 3 70B", LARGE) if part == "step70b" else ("Llama 3 8B", LLAMA)
                 text, model = f"tensor parallel, a step of {name}", step(gpu, over, size, n, shape).us
+            else:
+                raise ValueError(f"the model has no part {part}")
             yield Check(f"{n} x H200", text, size, point["several"], model)
 
 
@@ -72,8 +74,9 @@ def one_gpu_checks(points: Points) -> Iterator[Check]:
     for size in ("64x2048", "1x8192"):
         found = points("h200/decode_step")[f"example {size}"]["ms"] * 1e3
         yield Check("H200", "step, in decode_step", size, found, step(gpu, over, size, 1).us)
-    found = measured(points, 2)["step 64x2048"]["one"]
-    yield Check("H200", "step, in several_gpus", "64x2048", found, step(gpu, over, "64x2048", 1).us)
+    for size in ("64x2048", "1x8192"):
+        found = measured(points, 2)[f"step {size}"]["one"]
+        yield Check("H200", "step, in several_gpus", size, found, step(gpu, over, size, 1).us)
     found = points("h200/engine_steps")["steps"]
     length = int(found["single_64_kv"]) // 64
     yield Check("H200", "engine step", f"64x{length}", found["single_64_ms"] * 1e3, engine_step(points, 64, length))
@@ -86,10 +89,11 @@ def engine_step(points: Points, seqs: int, length: int) -> float:
 
 
 def prompts(points: Points) -> Check:
-    """8 x 1024 tokens on two H100s: half of one GPU's time, and 65 sums of 64 MiB as timed on two H200s."""
-    found, sums = points("h100/several_gpus")["prefill 8x1024"], points("h200/sums")
-    model = found["one"] / 2 + 65 * sums["64 MiB"]["xla us"]
-    return Check("2 x H100", "tensor parallel, prompts", "8x1024", found["several"], model)
+    """8 x 1024 tokens: half of one GPU's time, and 64 sums of 64 MiB."""
+    found, sums = points("h200/sums")["prompts of 8 x 1024 tokens"], points("h200/sums")
+    one, two = (statistics.median(found[key]) for key in ("one GPU us", "NCCL, whole us"))
+    model = one / 2 + 2 * LLAMA.layers * sums["64 MiB"]["xla us"]
+    return Check("2 x H200", "tensor parallel, prompts", "8x1024", two, model)
 
 
 def checks(points: Points) -> str:

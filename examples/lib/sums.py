@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 MOST_BYTES = 2**25  # over the number of GPUs: larger sums of XLA are not inside CUDA graphs
-WIDEST_BYTES = 2**24  # of an engine's step: 1,024 rows of 8,192 features. Longer prompts are quicker with whole sums.
+WIDEST_BYTES = 2**24  # the widest step of an engine: 1,024 rows of 8,192 features. Larger sums are faster whole.
 
 
 def sum_over(axis: str | None, x: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ from typing import Any
 from jaxpaged import _device
 from jaxpaged._cache.kv_cache import caches_in
 from jaxpaged._engine.inputs import pool_sizes
+from jaxpaged._engine.on_mesh import find_mesh
 from jaxpaged._integers import checked_size
 from jaxpaged._slice.kinds import last_few
 from jaxpaged._slice.options import EngineOptions, ResolvedOptions
@@ -29,7 +30,7 @@ WEIGHT_ROWS, FREE_ROWS = 384, 64
 # On a CPU a step with one row is cheaper: from two rows on, XLA copies the weights for its products.
 WEIGHT_ROWS_ON_CPU, SINGLE_ROW_ON_CPU = 26, 16  # [cpu/text_drafts.json]
 # The steps of a slice read this many bytes of weights, at most MOST_STEPS times: 4 ms at 3 TB/s [slices_h100], on a CPU
-# 80 ms at 10 GB/s, where the overhead of a slice is not hidden. On a GPU each layer counts LAYER_BYTES more, for its
+# 80 ms at 10 GB/s, where the overhead of a slice is not hidden. On one GPU each layer counts LAYER_BYTES more, for its
 # small kernels [slices_small_h200].
 SLICE_BYTES, SLICE_BYTES_ON_CPU, MOST_STEPS = 12 * 10**9, 8 * 10**8, 16
 LAYER_BYTES = 105 * 10**6
@@ -52,10 +53,10 @@ def resolve_options(options: EngineOptions, caches: Any, num_bytes: int) -> Reso
     is_gpu = _device.is_gpu()
     sized = with_sizes(options, (num_blocks - 1) // max(len(options.windows), 1) + 1, block_size, is_gpu=is_gpu)
     assert sized.max_num_seqs is not None
-    num_layers = len(caches_in(caches)) * max(len(options.windows), 1)
     chosen: dict[str, Any] = {
         "max_requests": options.max_requests or 4 * sized.max_num_seqs,
-        "steps_per_slice": options.steps_per_slice or chosen_steps(num_bytes, num_layers, is_gpu=is_gpu),
+        "steps_per_slice": options.steps_per_slice
+        or chosen_steps(num_bytes, counted_layers(caches, options), is_gpu=is_gpu),
         "compiler_options": chosen_compiler_options(options.compiler_options),
     }
     return ResolvedOptions(**vars(sized) | chosen, num_blocks=num_blocks, block_size=block_size, is_gpu=is_gpu)
@@ -119,6 +120,14 @@ def step_cost(num_rows: int, *, is_gpu: bool) -> float:
     if is_gpu:
         return float(WEIGHT_ROWS + max(num_rows, FREE_ROWS))
     return float(SINGLE_ROW_ON_CPU if num_rows == 1 else WEIGHT_ROWS_ON_CPU + num_rows)
+
+
+def counted_layers(caches: Any, options: EngineOptions) -> int:
+    """The layers of the model; 0 over several devices, where slices with fewer steps have not been timed."""
+    if find_mesh(caches) is not None:
+        return 0
+    layers = sum(math.prod(cache.k.shape[:-4]) for cache in caches_in(caches))  # a stack has an axis of layers
+    return layers * max(len(options.windows), 1)
 
 
 def chosen_steps(num_bytes: int, num_layers: int, *, is_gpu: bool) -> int:

@@ -39,8 +39,8 @@ class EngineOptions:
         max_requests: the most requests on the device, running or waiting; the others wait on the host. None: four times
             `max_num_seqs`.
         steps_per_slice: the steps between two reports to the host. New requests and aborts wait for the end of a slice.
-            None: the steps that read 12 GB of weights (0.8 GB on a CPU), at most 16. On a GPU each layer counts 0.105
-            GB more.
+            None: enough steps to read 12 GB of weights (0.8 GB on a CPU), at most 16. On one GPU each layer counts
+            0.105 GB more.
         num_stop_ids: the most stop tokens of a request.
         num_listed_tokens: the most tokens that a request lists in `logit_bias`, `allowed_token_ids` and `bad_words`
             together. Each needs 8 bytes for each of `max_requests` on the device.

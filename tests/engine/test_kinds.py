@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpaged import BlockAllocator, Engine, EngineOptions, _device
-from jaxpaged._engine.defaults import chosen_compiler_options, chosen_steps, with_sizes
+from jaxpaged import BlockAllocator, Engine, EngineOptions, KVCache, _device
+from jaxpaged._engine.defaults import chosen_compiler_options, chosen_steps, counted_layers, with_sizes
 from jaxpaged._slice.kinds import LONGEST_WAIT, count_wait, make_kinds, next_kind
 from jaxpaged.scheduling import Scheduler
 from tests import toy_model
@@ -137,12 +138,22 @@ GIGABYTES_AND_LAYERS = (1.19, 28), (2.47, 16), (3.44, 28), (8.04, 36), (16.06, 3
     ("is_gpu", "models", "expected"),
     [
         (True, GIGABYTES_AND_LAYERS, [3, 3, 2, 2, 1]),
-        (True, [(0, 0), (0.27, 1), (70, 80)], [16, 16, 1]),
+        (True, [(0, 0), (0.27, 1), (0.27, 30), (70, 80)], [16, 16, 4, 1]),
         (False, [(0.5, 30), (1, 30)], [2, 1]),
     ],
 )
 def test_a_slice_of_a_small_model_has_more_steps(is_gpu, models, expected):
     assert [chosen_steps(int(n * 1e9), layers, is_gpu=is_gpu) for n, layers in models] == expected
+
+
+def test_layers_of_stacks_and_of_groups_are_counted_on_one_device():
+    sizes = dict(num_blocks=2, block_size=16, num_kv_heads=2, head_dim=64)
+    options, create = EngineOptions(), functools.partial(KVCache.create, **sizes)
+    assert counted_layers([create() for _ in range(3)], options) == 3
+    assert counted_layers(create(num_layers=3), options) == 3
+    assert counted_layers([create() for _ in range(3)], EngineOptions(windows=(None, 8))) == 6
+    on_mesh = NamedSharding(jax.make_mesh((2,), ("devices",)), PartitionSpec(None, None, "devices"))
+    assert counted_layers([jax.device_put(create(), on_mesh)], options) == 0
 
 
 def sizes(num_blocks, *, is_gpu=True, **given):

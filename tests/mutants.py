@@ -351,7 +351,7 @@ MUTANTS = (
         HOST_TIER,
         "return abs(self._serials[place]) == serial",
         "return serial > 1",
-        "tests/engine/test_host_tier.py::could_not_be_listed",
+        "tests/engine/test_host_tier.py::could_not_be_inserted",
         "ids",
     ),
     Mutant(

@@ -280,6 +280,7 @@ def test_one_sequence_gets_no_plan():
 @pytest.mark.parametrize(("window", "q_len"), [(None, 1), (2**31 - 1, 4), (1, 4)])
 def test_no_length_and_no_window_breaks_a_plan(lengths, window, q_len):
     partitions, counts = make(lengths, 2 * len(lengths), window=window, q_len=q_len)
+    assert len(counts) == len(lengths)
     assert (counts >= 1).all()
     assert counts.sum() <= 2 * len(lengths)
     assert (partitions[:, 0] < len(lengths)).all()

@@ -90,8 +90,9 @@ def engine_step(points: Points, seqs: int, length: int) -> float:
 
 def prompts(points: Points) -> Check:
     """8 x 1024 tokens: half of one GPU's time, and 64 sums of 64 MiB."""
-    found, sums = points("h200/sums")["prompts of 8 x 1024 tokens"], points("h200/sums")
-    one, two = (statistics.median(found[key]) for key in ("one GPU us", "NCCL, whole us"))
+    sums = points("h200/sums")
+    times = sums["prompts of 8 x 1024 tokens"]
+    one, two = (statistics.median(times[key]) for key in ("one GPU us", "NCCL, whole us"))
     model = one / 2 + 2 * LLAMA.layers * sums["64 MiB"]["xla us"]
     return Check("2 x H200", "tensor parallel, prompts", "8x1024", two, model)
 

@@ -132,10 +132,8 @@ def counted_layers(caches: Any, options: EngineOptions) -> int:
 
 def chosen_steps(num_bytes: int, num_layers: int, *, is_gpu: bool) -> int:
     """The number of steps in a slice. `num_bytes`: bytes of the weights on one device."""
-    of_slice, of_step = SLICE_BYTES_ON_CPU, num_bytes
-    if is_gpu:
-        of_slice, of_step = SLICE_BYTES, num_bytes + num_layers * LAYER_BYTES
-    return min(MOST_STEPS, math.ceil(of_slice / max(of_step, 1)))
+    of_slice, of_layer = (SLICE_BYTES, LAYER_BYTES) if is_gpu else (SLICE_BYTES_ON_CPU, 0)
+    return min(MOST_STEPS, math.ceil(of_slice / max(num_bytes + num_layers * of_layer, 1)))
 
 
 def chosen_least_saved_reads(caches: Any) -> int | None:

@@ -3,9 +3,10 @@
 The model is the one of examples/lib/llama.py with random bfloat16 weights. A decode step appends a token to each
 sequence, computes the model and takes the likeliest next tokens. A prefill step computes all tokens of its prompts; the
 next one drops their first token and appends the likeliest next one. All steps of a run are one loop in one jit.
-Prefill, and decode from 64 sequences on, have the engine's options for XLA, which make narrower steps slower. Before a
-time is measured, the logits of a first step must equal one GPU's up to rounding. If the weights do not fit one GPU,
-random shards are made on each, and nothing is compared. Points have microseconds a step:
+Prefill, and decode from 64 sequences on, have the engine's options for XLA, which make narrower steps slower; narrower
+steps have those of examples/lib/generation.py. Before a time is measured, the logits of a first step must equal one
+GPU's up to rounding. If the weights do not fit one GPU, random shards are made on each, and nothing is compared. Points
+have microseconds a step:
 
 - one, several: on one GPU and on all;
 - bytes: of weights and cache that each GPU reads in a decode step;
@@ -33,6 +34,7 @@ from benchmarks.engine.workload import BLOCK_SIZE
 from benchmarks.harness import compile_all, random, read_bandwidth
 from jaxpaged import AttentionStep, BlockAllocator, KVCache
 from jaxpaged._engine.defaults import chosen_compiler_options
+from lib.generation import DECODE_OPTIONS
 from lib.llama import Llama
 from lib.llama_config import LlamaConfig
 from lib.tensor_parallel import create_on, on_mesh, repeated_kv_heads, replicate, shard_model
@@ -153,7 +155,7 @@ def bytes_of(config: LlamaConfig, model: Llama, state: State, tokens: int) -> in
 def step(shape: str, mesh: Mesh, name: str, *, prompts: bool = False) -> dict[str, Any]:
     """Decode steps of sequences x length, or with `prompts` prefill steps of that shape."""
     config, (seqs, length) = CONFIGS[name], map(int, shape.split("x"))
-    xla = chosen_compiler_options(None) if seqs >= 64 or prompts else None
+    xla = chosen_compiler_options(None) if seqs >= 64 or prompts else DECODE_OPTIONS
     sides = sides_of(name, mesh)
     states = {key: start(config, seqs, length, side.mesh, prompts=prompts) for key, side in sides.items()}
     nbytes = None if prompts else bytes_of(config, sides["several"].model, states["several"], seqs * length)

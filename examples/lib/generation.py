@@ -102,6 +102,11 @@ def accept(
     return extend(state, token[:, None], advanced.astype(jnp.int32), eos_ids)
 
 
+# On a GPU XLA computes a small product of one row, such as an attention module's in a model of 1B, as a reduction with
+# too few programs for the memory's bandwidth. [one_row_h200]
+DECODE_OPTIONS = {"xla_disable_hlo_passes": "dot-strength-reduction"}
+
+
 @functools.partial(jax.jit, static_argnames=("graph", "eos_ids", "sampling"), donate_argnames="state")
 def prefill(
     graph: nnx.GraphDef,
@@ -197,7 +202,7 @@ def run_generation(
     run_prefill, run_decode = (program if mesh is None else on_mesh(mesh, program) for program in (prefill, decode))
     first = timed("compile", run_prefill.lower(graph, weights, state, padded, shared, eos_ids, sampling).compile)
     arguments = graph, weights, state, num_steps, eos_ids, sampling, prefix is not None
-    more = timed("compile", run_decode.lower(*arguments).compile)
+    more = timed("compile", run_decode.lower(*arguments).compile, DECODE_OPTIONS)
     for name, program in (("prefill", first), ("decode", more)):
         timing.attention[name] = "mosaic_gpu" if "mosaic_gpu" in program.as_text() else "xla"
     state = timed("prefill", first, weights, state, padded, shared)

@@ -147,6 +147,11 @@ def latents():
     return compiled_module(make, jnp.zeros((ROWS, FEATURES), jnp.bfloat16), cache, step)
 
 
+def one_row():
+    linear = functools.partial(nnx.Linear, 2048, 2048, use_bias=False, dtype=jnp.bfloat16)
+    return compiled_module(linear, jnp.zeros((1, 2048), jnp.bfloat16))
+
+
 def sampling():
     _device.is_gpu = lambda: True
     params, positions = Sampling.create(ROWS), jnp.zeros(ROWS, jnp.int32)
@@ -195,6 +200,10 @@ def test_sampling_computes_only_what_requests_need():
     assert names.count("conditional") == 5
 
 
+def test_a_small_product_of_one_row_is_no_reduction():
+    assert "cublas" in module("one_row")
+
+
 @pytest.mark.parametrize("of", ["with_kernels", "with_groups"])
 def test_the_only_loop_is_over_the_steps(of):
     """XLA then captures a step and the choice of its kind in a CUDA graph, and a call does not wait for steps."""
@@ -207,7 +216,8 @@ def test_the_only_loop_is_over_the_steps(of):
 
 if __name__ == "__main__":
     print(
-        {each.__name__: each for each in (without_kernels, with_kernels, with_groups, experts, latents, sampling)}[
-            sys.argv[1]
-        ]()
+        {
+            each.__name__: each
+            for each in (without_kernels, with_kernels, with_groups, experts, latents, one_row, sampling)
+        }[sys.argv[1]]()
     )

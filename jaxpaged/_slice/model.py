@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxpaged._attention.attention_step import AttentionStep
 from jaxpaged._attention.writes import check_same_trace, check_written, watch_writes
@@ -86,8 +87,11 @@ def apply_head(setup: Setup, weights: Any, hidden: Any, rows: jax.Array | None) 
     """The logits of some rows of a step, `[rows, vocab]`. `rows`: int32; None: all rows."""
     if rows is not None:
         hidden = jax.tree.map(lambda x: x[rows], hidden)
-    logits = hidden if setup.head is None else setup.head(weights, hidden)
     num_rows, vocab_size = len(jax.tree.leaves(hidden)[0]), setup.options.vocab_size
+    if num_rows == 1 and setup.head is not None and setup.options.is_gpu:
+        # For float32 logits of one row, cuBLAS needs float32 weights: XLA converts them in each step. [one_row_h200]
+        return apply_head(setup, weights, jax.tree.map(lambda x: jnp.concatenate([x, x]), hidden), None)[:1]
+    logits = hidden if setup.head is None else setup.head(weights, hidden)
     shape = logits.shape if isinstance(logits, jax.Array) else ()
     if len(shape) != 2 or shape != (num_rows, vocab_size or shape[1]):
         received = list(shape) or type(logits).__name__

@@ -20,6 +20,7 @@ from benchmarks.soak.engine import soak
 from jaxpaged import AttentionStep, BlockAllocator, SamplingParams, _device
 from jaxpaged._engine import program, runner
 from jaxpaged._engine.books import Sent
+from jaxpaged._slice.model import Setup, apply_head
 from tests import toy_model
 from tests.compiled import instructions
 from tests.logits_model import processed, with_changes
@@ -417,6 +418,21 @@ def test_caches_may_be_lists_weights_numbers_and_the_head_any_callable(seed, sca
     engine.update_weights({"model": random_weights(seed), "scale": scale})
     assert tokens_of(engine.generate([[1, 2, 3]], greedy())) == [expected_tokens([1, 2, 3], greedy(), seed)]
     assert isinstance(engine._runner.state.caches, tuple)
+
+
+def test_one_row_of_logits_has_another_beside_it_on_a_gpu():
+    num_rows = []
+
+    def head(weights, hidden):
+        num_rows.append(len(hidden))
+        return toy_model.head(weights, hidden)
+
+    weights, hidden = random_weights(), jax.random.normal(jax.random.key(0), (3, toy_model.FEATURES))
+    for is_gpu in (False, True):
+        options = dataclasses.replace(shared_engine()._runner.options, is_gpu=is_gpu)
+        logits = apply_head(Setup(toy_model.apply, head, (), options), weights, hidden, jnp.array([1]))
+        np.testing.assert_allclose(logits, hidden[1:2] @ weights["head"], rtol=1e-5, atol=1e-5)
+    assert num_rows == [1, 2]
 
 
 def test_a_prefix_cache_with_too_large_blocks_is_harmless():

@@ -3,6 +3,7 @@
 This file runs in a separate process, because JAX must be configured before it starts.
 """
 
+import dataclasses
 import functools
 import os
 import subprocess
@@ -29,7 +30,7 @@ from jaxpaged import (
 )
 from jaxpaged._engine.defaults import COMPILER_OPTIONS
 from jaxpaged._scheduler.records import Sampling
-from jaxpaged._slice.model import Setup, apply_model
+from jaxpaged._slice.model import Setup, apply_head, apply_model
 from jaxpaged._slice.run_slice import run_slice
 from jaxpaged._slice.sampling import sample
 from lib.llama_config import Clipped
@@ -152,6 +153,16 @@ def one_row():
     return compiled_module(linear, jnp.zeros((1, 2048), jnp.bfloat16))
 
 
+def one_row_of_logits():
+    def head(weights, hidden):
+        return jnp.matmul(hidden, weights, preferred_element_type=jnp.float32)
+
+    options = dataclasses.replace(toy_model.shared_engine()._runner.options, is_gpu=True, vocab_size=512)
+    setup = Setup(apply_model, head, (), options)
+    weights, hidden = (jnp.zeros((rows, columns), jnp.bfloat16) for rows, columns in ((256, 512), (1, 256)))
+    return compiled(functools.partial(apply_head, setup), weights, hidden, None)
+
+
 def sampling():
     _device.is_gpu = lambda: True
     params, positions = Sampling.create(ROWS), jnp.zeros(ROWS, jnp.int32)
@@ -204,6 +215,12 @@ def test_a_small_product_of_one_row_is_no_reduction():
     assert "cublas" in module("one_row")
 
 
+def test_one_row_of_logits_needs_no_float32_weights():
+    text = module("one_row_of_logits")
+    assert "bf16[256,512]" in text
+    assert "f32[256,512]" not in text
+
+
 @pytest.mark.parametrize("of", ["with_kernels", "with_groups"])
 def test_the_only_loop_is_over_the_steps(of):
     """XLA then captures a step and the choice of its kind in a CUDA graph, and a call does not wait for steps."""
@@ -218,6 +235,9 @@ if __name__ == "__main__":
     print(
         {
             each.__name__: each
-            for each in (without_kernels, with_kernels, with_groups, experts, latents, one_row, sampling)
+            for each in (
+                *(without_kernels, with_kernels, with_groups, experts, latents),
+                *(one_row, one_row_of_logits, sampling),
+            )
         }[sys.argv[1]]()
     )

@@ -13,8 +13,6 @@ import statistics
 
 from benchmarks.figures.cells import Points
 
-# The small kernels of a sharded step of one row, in no file: 600 launches on two H200s with jax 0.11.2, 334 on one.
-SHARDED_SMALL_OF_ONE_ROW = 1200 / 32
 # One layer of gpt-oss-20b's experts on an H100, 64 tokens, all experts computed: measured time over the bytes' time.
 EXPERTS_OVER_BYTES = 590 / 514
 
@@ -169,13 +167,12 @@ def tensor_parallel(
     if shape.experts and not chosen:
         dense = dataclasses.replace(shape, hidden=0).layer_bytes()
         layers = dense + (layers - dense) * EXPERTS_OVER_BYTES
-    small = gpu.small[rows] if n == 1 or rows > 1 else SHARDED_SMALL_OF_ONE_ROW
     return Step(
         weights=(layers / n + shape.vocabulary_bytes) / gpu.read,
         cache=shape.cache_bytes(seqs, length) / min(n, shape.kv_heads) / gpu.read,
         products=shape.products * gpu.product[rows],
         attention=shape.layers * gpu.attention,
-        small=shape.layers * small,
+        small=shape.layers * gpu.small[rows],
         exchanges=2 * shape.layers * over.sum(rows * shape.features * 2, n),
     )
 

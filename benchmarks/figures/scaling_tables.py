@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +11,10 @@ from benchmarks.figures.scaling import MXFP4, SHAPES, Device, Link, Shape, Step,
 
 LLAMA, LARGE = SHAPES["Llama 3 8B"], SHAPES["Llama 3 70B"]
 GROWTH = 46  # tokens that a timed loop has appended to a sequence, on average: `bytes` of `decode_step.json`
-FILES = {2: ("h200/several_gpus", "h200/several_gpus_steps"), 4: ("h200/several_gpus_x4",)}
+FILES = {
+    2: ("h200/several_gpus", "h200/several_gpus_prompts", "h200/several_gpus_steps"),
+    4: ("h200/several_gpus_x4", "h200/several_gpus_steps_x4"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +66,8 @@ def several_gpu_checks(points: Points, *, gpu: Device | None = None) -> Iterator
             elif part in ("step", "step70b"):
                 name, shape = ("Llama 3 70B", LARGE) if part == "step70b" else ("Llama 3 8B", LLAMA)
                 text, model = f"tensor parallel, a step of {name}", step(gpu, over, size, n, shape).us
+            elif part == "prefill":
+                text, model = "tensor parallel, prompts", prompts(points, point["one"], seqs * length, n)
             else:
                 raise ValueError(f"the model has no part {part}")
             yield Check(f"{n} x H200", text, size, point["several"], model)
@@ -88,19 +92,19 @@ def engine_step(points: Points, seqs: int, length: int) -> float:
     return tensor_parallel(LLAMA, device(points), link(points), seqs, length).us + scheduling
 
 
-def prompts(points: Points) -> Check:
-    """8 x 1024 tokens: half of one GPU's time, and 64 sums of 64 MiB."""
-    sums = points("h200/sums")
-    times = sums["prompts of 8 x 1024 tokens"]
-    one, two = (statistics.median(times[key]) for key in ("one GPU us", "NCCL, whole us"))
-    model = one / 2 + 2 * LLAMA.layers * sums["64 MiB"]["xla us"]
-    return Check("2 x H200", "tensor parallel, prompts", "8x1024", two, model)
+def prompts(points: Points, one: float, tokens: int, n: int) -> float:
+    """Prompts of Llama 3 8B, given their time on one GPU: its part, and two sums a layer by NCCL.
+
+    A sum over four GPUs is taken to last as long as the timed one, over two.
+    """
+    timed = points("h200/sums")["64 MiB"]
+    us_of_sum = 2 * LLAMA.features * tokens / timed["bytes"] * timed["xla us"]
+    return one / n + 2 * LLAMA.layers * us_of_sum
 
 
 def checks(points: Points) -> str:
     """Microseconds."""
     rows = [check.cells() for each in (several_gpu_checks, one_gpu_checks) for check in each(points)]
-    rows.append(prompts(points).cells())
     return table(("GPUs", "figure", "sequences x length", "measured", "model", "model / measured"), rows)
 
 

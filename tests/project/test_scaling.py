@@ -23,14 +23,13 @@ GPU, OVER = device(points), link(points)
 
 # docs/scaling.md names them.
 NOT_REPRODUCED = {
-    ("tensor parallel, attention", "1x32768"),
-    ("tensor parallel, a step of Llama 3 8B", "1x8192"),
-    ("step, in several_gpus", "1x8192"),
+    ("2 x H200", "tensor parallel, attention", "1x32768"),
+    ("2 x H200", "tensor parallel, a step of Llama 3 8B", "1x8192"),
 }
 
 
 def reproduced(checks):
-    return [check for check in checks if (check.part, check.size) not in NOT_REPRODUCED]
+    return [check for check in checks if (check.gpu, check.part, check.size) not in NOT_REPRODUCED]
 
 
 def test_the_figures_of_two_and_four_gpus_are_reproduced():
@@ -47,12 +46,8 @@ def test_a_wrong_constant_is_found(field):
 
 
 def test_steps_of_one_gpu():
-    checks = reproduced(scaling_tables.one_gpu_checks(points))
+    checks = list(scaling_tables.one_gpu_checks(points))
     assert all(check.ratio == pytest.approx(1, abs=0.05) for check in checks), checks
-
-
-def test_prompts_of_two_gpus():
-    assert scaling_tables.prompts(points).ratio == pytest.approx(1, abs=0.05)
 
 
 @pytest.mark.parametrize("size", ["64x2048", "1x8192"])

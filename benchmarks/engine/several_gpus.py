@@ -6,7 +6,6 @@
   step       tensor parallel: a decode step of a model, sharded_step.py
   prefill    tensor parallel: all tokens of prompts, sharded_step.py
   engine     tensor parallel: sharded_engine.py; shapes are numbers of requests
-  engines    data parallel: an engine on each GPU, all with the same requests; shapes are model x number of requests
 
 Before a part is timed, its results on several GPUs are compared with the results of one GPU. The collectives of
 attention calls are counted. None may return an array as large as a device's part of a cache, and nothing may copy one.
@@ -19,20 +18,14 @@ writes its points into sharded_engine.json.
 """
 
 import argparse
-import statistics
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from benchmarks.engine.model import CONFIGS
 from benchmarks.engine.sharded_engine import sharded_engine
 from benchmarks.engine.sharded_step import step
-from benchmarks.engine.workload import SIZES, create_engine, time_work, workload
 from benchmarks.harness import add_output, open_store
 from benchmarks.kernels.sharded_attention import attention, context, prompts
-from jaxpaged import Engine
 from lib.tensor_parallel import make_mesh
 
 SHAPES = dict(
@@ -42,7 +35,6 @@ SHAPES = dict(
     step=("64x2048", "1x8192"),
     prefill=("8x1024",),
     engine=("512", "2048"),
-    engines=("1bx1024",),
 )
 TOY_SHAPES = dict(
     attention=("3x50",),
@@ -51,25 +43,7 @@ TOY_SHAPES = dict(
     step=("2x40",),
     prefill=("2x40",),
     engine=("20",),
-    engines=("toyx20",),
 )
-
-
-def engines(shape: str, mesh: Mesh, toy: bool) -> dict[str, Any]:
-    """Microseconds for all requests on one engine, and on one engine per GPU that each serve all; and their tokens."""
-    name, count = shape.split("x")
-    work = workload(int(count), SIZES[name].longest)
-
-    with ThreadPoolExecutor() as threads:
-        made = list(threads.map(lambda device: create_engine(name, device=device), mesh.devices.flat))
-
-        def serve(engines: list[Engine]) -> float:
-            return max(threads.map(time_work, engines, [work] * len(engines)))
-
-        serve(made)  # warm
-        runs = [(serve(made[:1]), serve(made)) for _ in range(1 if toy else 3)]
-    one, several = (statistics.median(times) for times in zip(*runs, strict=True))
-    return dict(tokens=sum(new for _, new in work), one=one, several=several, speedup=len(made) * one / several)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -86,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     model = "toy" if options.toy else options.model
     store = open_store(name, options, model=model, devices=options.devices)
     print(f"{options.devices} x {jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
-    measures = {"attention": attention, "context": context, "prompts": prompts, "engines": engines}
+    measures = {"attention": attention, "context": context, "prompts": prompts}
     measures["step"] = lambda shape, mesh, toy: step(shape, mesh, model)
     measures["prefill"] = lambda shape, mesh, toy: step(shape, mesh, model, prompts=True)
     for part in options.parts:

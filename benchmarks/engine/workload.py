@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -68,25 +67,17 @@ def create_engine(
     model: str,
     weights: Any = None,
     *,
-    device: jax.Device | None = None,
     vocabulary: Vocabulary | None = None,
     **options: Any,
 ) -> Engine:
-    """An engine, by default with random weights. It chooses each size that is in neither `SIZES` nor `options`.
-
-    `device` is the engine's device, by default JAX's.
-    """
+    """An engine, by default with random weights. It chooses each size that is in neither `SIZES` nor `options`."""
     config, sizes = CONFIGS[model], SIZES[model]
     chosen: dict[str, Any] = dict(
         max_num_seqs=sizes.seats or None, max_model_len=2 * sizes.longest, chunk_tokens=sizes.chunk or None
     )
     chosen |= {name: option for name, option in options.items() if option is not None}
-    with contextlib.nullcontext() if device is None else jax.default_device(device):
-        weights = random_weights(config) if weights is None else weights
-        if device is not None:
-            weights = jax.device_put(weights, device)  # commits them to the device
-        how: Any = dict(num_blocks=sizes.num_blocks, device=device, vocabulary=vocabulary)
-        return engine_of(config, weights, EngineOptions(**chosen), **how)
+    weights = random_weights(config) if weights is None else weights
+    return engine_of(config, weights, EngineOptions(**chosen), num_blocks=sizes.num_blocks, vocabulary=vocabulary)
 
 
 def engine_of(
@@ -95,7 +86,6 @@ def engine_of(
     options: EngineOptions,
     *,
     num_blocks: int,
-    device: jax.Device | None = None,
     vocabulary: Vocabulary | None = None,
     **attention_options: Any,
 ) -> Engine:
@@ -103,10 +93,8 @@ def engine_of(
     if config.num_experts:
         model = nnx.merge(example_model(config, **attention_options)[0], weights)
         sizes: Any = dict(block_size=BLOCK_SIZE, dtype="bfloat16", num_blocks=num_blocks)
-        return engine_llama.create_engine(model, config, options, device=device, vocabulary=vocabulary, **sizes)
+        return engine_llama.create_engine(model, config, options, vocabulary=vocabulary, **sizes)
     caches = create_caches(config, num_blocks)
-    if device is not None:
-        caches = jax.device_put(caches, device)
     apply, head = packed_model(config, **attention_options), packed_head(config)
     return Engine(apply, weights, caches, head=head, vocabulary=vocabulary, options=options)
 

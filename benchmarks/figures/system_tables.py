@@ -44,8 +44,6 @@ SEVERAL_GPUS = {
     "prefill": "tensor parallel, prompts of Llama-3-8B",
     "context": "context parallel, attention",
     "prompts": "context parallel, 512 tokens of a prompt",
-    "engine": "tensor parallel, an engine for Llama-3-8B",
-    "engines": "data parallel, an engine on each",
 }
 
 

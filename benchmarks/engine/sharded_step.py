@@ -3,10 +3,9 @@
 The model is the one of examples/lib/llama.py with random bfloat16 weights. A decode step appends a token to each
 sequence, computes the model and takes the likeliest next tokens. A prefill step computes all tokens of its prompts; the
 next one drops their first token and appends the likeliest next one. All steps of a run are one loop in one jit.
-Prefill, and decode from 64 sequences on, have the engine's options for XLA, which make narrower steps slower; narrower
-steps have those of examples/lib/generation.py. Before a time is measured, the logits of a first step must equal one
-GPU's up to rounding. If the weights do not fit one GPU, random shards are made on each, and nothing is compared. Points
-have microseconds a step:
+Prefill, and decode from 64 sequences on, use the engine's options for XLA, which make narrower steps slower; narrower
+steps use DECODE_OPTIONS. Before a time is measured, the logits of a first step must equal one GPU's up to rounding. If
+the weights do not fit one GPU, random shards are made on each, and nothing is compared. Points, microseconds a step:
 
 - one, several: on one GPU and on all;
 - bytes: of weights and cache that each GPU reads in a decode step;

@@ -67,7 +67,7 @@ def several_gpu_checks(points: Points, *, gpu: Device | None = None) -> Iterator
                 name, shape = ("Llama 3 70B", LARGE) if part == "step70b" else ("Llama 3 8B", LLAMA)
                 text, model = f"tensor parallel, a step of {name}", step(gpu, over, size, n, shape).us
             elif part == "prefill":
-                text, model = "tensor parallel, prompts", prompts(points, point["one"], seqs * length, n)
+                text, model = "tensor parallel, prompts", tensor_parallel_prompts(points, point["one"], n)
             else:
                 raise ValueError(f"the model has no part {part}")
             yield Check(f"{n} x H200", text, size, point["several"], model)
@@ -92,14 +92,12 @@ def engine_step(points: Points, seqs: int, length: int) -> float:
     return tensor_parallel(LLAMA, device(points), link(points), seqs, length).us + scheduling
 
 
-def prompts(points: Points, one: float, tokens: int, n: int) -> float:
-    """Prompts of Llama 3 8B, given their time on one GPU: its part, and two sums a layer by NCCL.
+def tensor_parallel_prompts(points: Points, one: float, n: int) -> float:
+    """8 x 1024 tokens of Llama 3 8B, given their time on one GPU: its part, and two sums of 64 MiB a layer.
 
-    A sum over four GPUs is taken to last as long as the timed one, over two.
+    A sum over four GPUs is assumed to last as long as one over two.
     """
-    timed = points("h200/sums")["64 MiB"]
-    us_of_sum = 2 * LLAMA.features * tokens / timed["bytes"] * timed["xla us"]
-    return one / n + 2 * LLAMA.layers * us_of_sum
+    return one / n + 2 * LLAMA.layers * points("h200/sums")["64 MiB"]["xla us"]
 
 
 def checks(points: Points) -> str:
@@ -180,7 +178,7 @@ FREE = Link(0.0, 0.0, float("inf"))
 
 def bars_of(points: Points) -> list[Bar]:
     gpu, of_two, of_four = device(points), measured(points, 2), measured(points, 4)
-    one, long = of_two["step 64x2048"]["one"], of_two["context 1x1048576"]["one"]
+    one, long = of_four["step 64x2048"]["one"], of_two["context 1x1048576"]["one"]
 
     def speedup(n: int) -> Callable[[Link], float]:
         return lambda over: one / step(gpu, over, "64x2048", n).us

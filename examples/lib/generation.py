@@ -102,8 +102,8 @@ def accept(
     return extend(state, token[:, None], advanced.astype(jnp.int32), eos_ids)
 
 
-# On a GPU XLA computes a small product of one row, such as an attention module's in a model of 1B, as a reduction with
-# too few programs for the memory's bandwidth. [one_row_h200]
+# By default XLA computes small products of one row, such as the attention projections of a 1B model, as reductions with
+# too few programs for a GPU's bandwidth. [one_row_h200]
 DECODE_OPTIONS = {"xla_disable_hlo_passes": "dot-strength-reduction"}
 
 

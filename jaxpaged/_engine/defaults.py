@@ -41,7 +41,7 @@ COMPILER_OPTIONS = {
     # By default XLA joins the slice of one group's block tables with the attention kernel. A CUDA graph cannot hold the
     # two, so the host would launch every layer and wait for the choice of each step's kind.
     "xla_gpu_enable_dynamic_slice_fusion": "False",
-    # By default XLA computes small products of one row, of an engine with one seat, as reductions with too few programs
+    # By default XLA computes small products of one row (an engine with one seat) as reductions with too few programs
     # for the memory's bandwidth. [one_row_h200]
     "xla_disable_hlo_passes": "dot-strength-reduction",
 }

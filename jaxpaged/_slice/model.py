@@ -87,14 +87,18 @@ def apply_head(setup: Setup, weights: Any, hidden: Any, rows: jax.Array | None) 
     """The logits of some rows of a step, `[rows, vocab]`. `rows`: int32; None: all rows."""
     if rows is not None:
         hidden = jax.tree.map(lambda x: x[rows], hidden)
-    num_rows, vocab_size = len(jax.tree.leaves(hidden)[0]), setup.options.vocab_size
-    if num_rows == 1 and setup.head is not None and setup.options.is_gpu:
-        # For float32 logits of one row, cuBLAS needs float32 weights: XLA converts them in each step. [one_row_h200]
-        return apply_head(setup, weights, jax.tree.map(lambda x: jnp.concatenate([x, x]), hidden), None)[:1]
+    is_single = len(jax.tree.leaves(hidden)[0]) == 1
+    if is_single and setup.head is not None and setup.options.is_gpu:
+        # The row is computed twice: for float32 logits of a single row, XLA converts the weights to float32 in each
+        # step. [one_row_h200]
+        hidden = jax.tree.map(lambda x: jnp.concatenate([x, x]), hidden)
     logits = hidden if setup.head is None else setup.head(weights, hidden)
+    num_rows, vocab_size = len(jax.tree.leaves(hidden)[0]), setup.options.vocab_size
     shape = logits.shape if isinstance(logits, jax.Array) else ()
     if len(shape) != 2 or shape != (num_rows, vocab_size or shape[1]):
         received = list(shape) or type(logits).__name__
         source = "apply of an engine with head=None" if setup.head is None else "head"
-        raise ValueError(f"{source} must return logits [{num_rows}, {vocab_size or 'vocab'}]; got {received}.")
-    return logits
+        raise ValueError(
+            f"{source} must return logits [{num_rows}, {vocab_size or 'vocab'}]; got {received} for {num_rows} rows."
+        )
+    return logits[:1] if is_single else logits

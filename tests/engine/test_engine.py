@@ -420,7 +420,7 @@ def test_caches_may_be_lists_weights_numbers_and_the_head_any_callable(seed, sca
     assert isinstance(engine._runner.state.caches, tuple)
 
 
-def test_one_row_of_logits_has_another_beside_it_on_a_gpu():
+def test_a_single_row_of_logits_is_computed_twice_on_a_gpu():
     num_rows = []
 
     def head(weights, hidden):

@@ -232,12 +232,4 @@ def test_the_only_loop_is_over_the_steps(of):
 
 
 if __name__ == "__main__":
-    print(
-        {
-            each.__name__: each
-            for each in (
-                *(without_kernels, with_kernels, with_groups, experts, latents),
-                *(one_row, one_row_of_logits, sampling),
-            )
-        }[sys.argv[1]]()
-    )
+    print(globals()[sys.argv[1]]())

@@ -98,7 +98,5 @@ def apply_head(setup: Setup, weights: Any, hidden: Any, rows: jax.Array | None) 
     if len(shape) != 2 or shape != (num_rows, vocab_size or shape[1]):
         received = list(shape) or type(logits).__name__
         source = "apply of an engine with head=None" if setup.head is None else "head"
-        raise ValueError(
-            f"{source} must return logits [{num_rows}, {vocab_size or 'vocab'}]; got {received} for {num_rows} rows."
-        )
+        raise ValueError(f"{source} must return logits [{num_rows}, {vocab_size or 'vocab'}]; got {received}.")
     return logits[:1] if is_single else logits
